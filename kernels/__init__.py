@@ -1,0 +1,1 @@
+"""Custom operations with one implementation per backend. Imports jax only, never the rest of specjax."""

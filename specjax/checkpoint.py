@@ -1,0 +1,155 @@
+"""Loading, converting and exporting models: our Orbax folders, Hugging Face folders and GGUF files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from specjax import llama
+from specjax.checkpoints_convert import folder as folder_lib
+from specjax.checkpoints_convert import gguf, hf, orbax, table
+from specjax.config import LlamaConfig
+from specjax.errors import SpecJAXError
+from specjax.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model in memory.
+
+    Attributes:
+      config: shape and constants.
+      params: pytree of `jax.Array`s with the structure and shapes of `llama.abstract_params(config)`.
+      tokenizer: None where the checkpoint has none; then only token ids go in and out.
+      eos_ids: sorted ids that end a sequence; may be empty.
+      path: where it was loaded from.
+    """
+
+    config: LlamaConfig
+    params: Any
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    path: str
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Ids at and above this number are padding of the embedding, which the model must never emit."""
+        if self.tokenizer is None:
+            return self.config.vocab_size
+        return min(self.tokenizer.vocab_size, self.config.vocab_size)
+
+
+def open_source(path: str | os.PathLike) -> table.Opened:
+    """Checks a checkpoint of any format by its headers, without reading its data.
+
+    Raises SpecJAXError, naming the file or tensor at fault, for anything that cannot be used.
+    """
+    source = pathlib.Path(path)
+    if source.is_file() and source.suffix == ".gguf":
+        return gguf.open_file(source)
+    if not source.exists():
+        raise SpecJAXError(f"{source} does not exist")
+    if not source.is_dir():
+        raise SpecJAXError(f"{source} is neither a folder nor a .gguf file")
+    folder_lib.refuse_incomplete(source)
+    if not (source / "config.json").exists():
+        raise SpecJAXError(f"{source}: no config.json: neither a SpecJAX checkpoint nor a Hugging Face folder")
+    reader = orbax if orbax.is_checkpoint(hf.read_json(source / "config.json")) else hf
+    return reader.open_folder(source)
+
+
+def load(path: str | os.PathLike, *, dtype=None) -> Model:
+    """Loads a checkpoint onto the default device, one parameter at a time.
+
+    Args:
+      path: a folder written by `convert`, or a Hugging Face Llama folder (config.json and safetensors).
+      dtype: float32, float16 or bfloat16, to cast every parameter to. By default float32 on a CPU, whose bfloat16
+        matmul is slow, and the stored dtype elsewhere.
+
+    Raises:
+      SpecJAXError: naming the file, tensor or value at fault. A .gguf file has to be converted first.
+    """
+    if pathlib.Path(path).suffix == ".gguf":
+        raise SpecJAXError(f"{path} is a GGUF file: convert it first with `specjax convert --source={path} --output=DIR`")
+    opened = open_source(path)
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
+    dtype = table.dtype_key(dtype)
+    # Waiting for each transfer keeps a single parameter in host memory.
+    arrays = {_key(entry): jax.block_until_ready(jax.device_put(array)) for entry, array in opened.parameters(dtype)}
+    shapes = llama.abstract_params(opened.config, table.DTYPES[dtype])
+
+    def place(path, expected):
+        array = arrays.pop(jax.tree_util.keystr(path, simple=True, separator="."))
+        assert (array.shape, array.dtype) == (expected.shape, expected.dtype), (path, array.shape, expected)
+        return array
+
+    params = jax.tree.map_with_path(place, shapes)
+    assert not arrays, f"parameters that llama.abstract_params does not have: {list(arrays)}"
+    return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(path))
+
+
+def _key(path: table.Path) -> str:
+    return ".".join(map(str, path))
+
+
+def convert(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
+            progress: Callable[[int, int], None] | None = None) -> table.Opened:
+    """Writes any checkpoint as our Orbax folder; peak host memory is a layer or the embedding, whichever is larger.
+
+    Args:
+      source: a Hugging Face Llama folder, a .gguf file, or one of our folders (to change its dtype).
+      output: a folder that does not exist yet. It appears, complete, as the last act.
+      dtype: dtype of the result; by default the stored one (float32 for quantised GGUF).
+      progress: called with (parameters written, parameters in all).
+
+    Returns:
+      What was read, with `dtype` the one written.
+
+    Raises:
+      SpecJAXError: for a source that cannot be used or an output that exists. Nothing is left behind.
+    """
+    return _write(orbax, source, output, dtype, progress)
+
+
+def export(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
+           progress: Callable[[int, int], None] | None = None) -> table.Opened:
+    """Writes any checkpoint as a Hugging Face folder (safetensors in shards of 5 GB); otherwise as `convert`.
+
+    In the stored dtype, every tensor equals that of the converted source bit for bit.
+    """
+    return _write(hf, source, output, dtype, progress)
+
+
+def _write(writer, source, output, dtype, progress) -> table.Opened:
+    folder_lib.refuse_existing(output)
+    opened = open_source(source)
+    dtype = opened.dtype if dtype is None else table.dtype_key(dtype)
+    with folder_lib.new_folder(output) as folder:
+        writer.write_folder(folder, opened, dtype, progress)
+    return opened._replace(dtype=dtype)
+
+
+def check_same_vocabulary(target: Model, draft: Model) -> None:
+    """Raises SpecJAXError unless a token id means the same to both models.
+
+    The sizes must agree, padding included, and where both have tokenizers every token must have the same id.
+    """
+    sizes = f"target {target.config.vocab_size}, draft {draft.config.vocab_size}"
+    if target.config.vocab_size != draft.config.vocab_size:
+        raise SpecJAXError(f"target and draft have different vocabularies: {sizes} tokens")
+    if target.tokenizer is None or draft.tokenizer is None:
+        return
+    target_ids, draft_ids = target.tokenizer.token_ids, draft.tokenizer.token_ids
+    differing = {token for token, _ in target_ids.items() ^ draft_ids.items()}
+    if differing:
+        token = min(differing, key=lambda token: min(ids[token] for ids in (target_ids, draft_ids) if token in ids))
+        raise SpecJAXError(
+            f"target and draft have different vocabularies ({sizes} tokens; tokenizers {len(target_ids)} and "
+            f"{len(draft_ids)}): {token!r} is {target_ids.get(token, 'absent')} in the target and "
+            f"{draft_ids.get(token, 'absent')} in the draft")

@@ -1,0 +1,107 @@
+"""Frozen descriptions of models. They are hashable, so that they can be static arguments of `jax.jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from specjax.errors import SpecJAXError
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+      theta: base of the geometric series of wavelengths.
+      rope_type: "default" (no scaling), "linear" (every frequency divided by `factor`; Chen et al. 2023,
+        "Extending Context Window of LLMs via Positional Interpolation") or "llama3" (low frequencies divided
+        by `factor`, high ones kept, a linear ramp between; Llama 3.1 reference code, `apply_scaling`).
+      factor: divisor of the frequencies (1.0 for "default").
+      low_freq_factor: "llama3" only; wavelengths above `original_max_position / low_freq_factor` are divided.
+      high_freq_factor: "llama3" only; wavelengths below `original_max_position / high_freq_factor` are kept.
+      original_max_position: "llama3" only; context length, in tokens, before scaling.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def __post_init__(self):
+        if self.rope_type not in ROPE_TYPES:
+            raise SpecJAXError(f"RoPE type {self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        if not (self.theta > 0 and math.isfinite(self.theta)):
+            raise SpecJAXError(f"rope_theta must be positive and finite, got {self.theta}")
+        if not self.factor >= 1:
+            raise SpecJAXError(f"RoPE scaling factor must be at least 1, got {self.factor}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shape and constants of a Llama model (Llama 1 to 3.2, SmolLM2 and other `LlamaForCausalLM` weights).
+
+    Attributes:
+      vocab_size: V, rows of the embedding.
+      hidden_size: D.
+      intermediate_size: F.
+      num_layers: L.
+      num_heads: N, query heads.
+      num_kv_heads: NKV; divides `num_heads`.
+      head_dim: H; need not be D / N.
+      rms_norm_eps: added to the mean square in RMSNorm.
+      max_position_embeddings: most tokens, prompt and output together, that a sequence may have.
+      rope: rotary position embedding.
+      tie_word_embeddings: logits use the embedding matrix; there is no `lm_head`.
+      attention_bias: biases on q, k, v and o.
+      mlp_bias: biases on gate, up and down.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 2048
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                      "head_dim", "max_position_embeddings"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SpecJAXError(f"{field} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise SpecJAXError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise SpecJAXError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if not self.rms_norm_eps > 0:
+            raise SpecJAXError(f"rms_norm_eps must be positive, got {self.rms_norm_eps}")
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-serialisable form; `from_dict` reverses it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> LlamaConfig:
+        """Reverses `to_dict`. Raises SpecJAXError on missing or unknown fields."""
+        try:
+            return cls(**{**fields, "rope": RopeConfig(**fields["rope"])})
+        except (TypeError, KeyError) as error:
+            raise SpecJAXError(f"not a SpecJAX model configuration: {error}") from error

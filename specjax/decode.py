@@ -1,0 +1,238 @@
+"""The decode loop: draft, verify in one pass of the target, accept, repeat, inside one `lax.while_loop`.
+
+Invariant: `length_B` tokens of a row are committed. The target's cache holds keys and values of the first
+`length - 1` of them; the last one is *pending*, and is the first token of the next block. A round
+
+  1. lets the drafter propose K tokens after the pending one;
+  2. runs the target once on the block [pending, d1 ... dK] in slots length - 1 ... length - 1 + K;
+  3. accepts n <= K drafts and adds one token of the target's own: n + 1 tokens are emitted, fewer where an
+     end-of-sequence token comes first;
+  4. adds what was emitted to the length. Keys and values of rejected drafts simply lie beyond it.
+
+`step` is one round. `generate` runs rounds until every row is done, or up to a given number: a caller that wants to
+see text early calls it repeatedly, with the same compiled program and the same result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax import kv_cache, llama
+from specjax import sampling as sampling_lib
+from specjax.config import LlamaConfig
+from specjax.drafters.base import Context, Drafter, Prefill
+from specjax.errors import SpecJAXError
+from specjax.kv_cache import PagedKVCache
+from specjax.sampling import SamplingParams, Stream
+from specjax.verify import MODES, Verified, verify
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """What is fixed when the loop is compiled. Hashable: a static argument of `jax.jit`.
+
+    Attributes:
+      target: the target model.
+      drafter: from `drafters.base.make`, or your own; None for plain decoding.
+      verify: "rejection" or "coupled", see `verify`.
+      num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding); None for all.
+      page_size: Z, slots per page of the key/value caches.
+      prefill_chunk: tokens of a prompt that are read at a time.
+      implementation: of the custom operations, see `kernels.dispatch.choose`.
+    """
+
+    target: LlamaConfig
+    drafter: Drafter | None = None
+    verify: str = "rejection"
+    num_valid_tokens: int | None = None
+    page_size: int = 64
+    prefill_chunk: int = 256
+    implementation: str | None = None
+
+    def __post_init__(self):
+        if self.verify not in MODES:
+            raise SpecJAXError(f"verify must be one of {', '.join(MODES)}, got {self.verify!r}")
+        for field in ("page_size", "prefill_chunk"):
+            if getattr(self, field) < 1:
+                raise SpecJAXError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.drafter is not None and self.drafter.num_tokens < 1:
+            raise SpecJAXError(f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}")
+
+
+@struct.dataclass
+class DecodeState:
+    """Carry of the loop, a plain pytree. B rows of at most S tokens.
+
+    Attributes:
+      tokens_BS: int32, prompt and output.
+      length_B: int32, committed tokens of each row.
+      prompt_length_B: int32.
+      max_length_B: int32, at this length a row is done.
+      eos_BE: int32, tokens that end a row; -1 fills up.
+      active_B: bool, rows that still generate.
+      sampling: per-row temperature, filters and seed.
+      cache: the target's keys and values.
+      drafter: the drafter's own state.
+      rounds_B: int32, rounds that each row took part in.
+      drafted_BS: int32, for each of these rounds the number of drafts that the target checked,
+      accepted_BS: of those that were emitted,
+      emitted_BS: and of all tokens that were emitted: its sum is `length_B - prompt_length_B`.
+    """
+
+    tokens_BS: jax.Array
+    length_B: jax.Array
+    prompt_length_B: jax.Array
+    max_length_B: jax.Array
+    eos_BE: jax.Array
+    active_B: jax.Array
+    sampling: SamplingParams
+    cache: PagedKVCache
+    drafter: Any
+    rounds_B: jax.Array
+    drafted_BS: jax.Array
+    accepted_BS: jax.Array
+    emitted_BS: jax.Array
+
+    @property
+    def context(self) -> Context:
+        """What drafters may see."""
+        return Context(self.tokens_BS, self.length_B, self.active_B)
+
+
+def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt_length_B: jax.Array,
+         max_length_B: jax.Array, eos_BE: jax.Array, sampling: SamplingParams) -> DecodeState:
+    """Reads the prompts and returns the state from which `generate` starts. May be jitted with `cfg` static.
+
+    Args:
+      params: the target's parameters, see `llama.abstract_params`.
+      drafter_params: the drafter's, in whatever form it wants; None where it has none.
+      cfg: static.
+      tokens_BS: int32 prompts, padded on the right with anything to S, the most tokens that a row can come to hold.
+      prompt_length_B: int32, at least 1.
+      max_length_B: int32 most tokens, prompt and output; at most S. A row whose prompt reaches it emits nothing.
+      eos_BE: int32 ids that end a row, filled up with -1.
+      sampling: see `SamplingParams`.
+    """
+    B, S = tokens_BS.shape
+    cache = kv_cache.init(cfg.target, B, S, page_size=cfg.page_size, dtype=params["embed_VD"].dtype)
+    taps = cfg.drafter.taps if cfg.drafter else ()
+    cache, taps_BSD = llama.prefill(params, cfg.target, tokens_BS, prompt_length_B - 1, cache, cfg.prefill_chunk,
+                                    taps=taps, implementation=cfg.implementation)
+    drafter_state = ()
+    if cfg.drafter:
+        prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, cfg.page_size, cfg.prefill_chunk)
+        drafter_state = cfg.drafter.init(drafter_params, prefill)
+    no_rounds_BS = jnp.zeros((B, S), jnp.int32)
+    return DecodeState(
+        tokens_BS=tokens_BS, length_B=prompt_length_B, prompt_length_B=prompt_length_B,
+        max_length_B=jnp.minimum(max_length_B, S), eos_BE=eos_BE,
+        active_B=prompt_length_B < jnp.minimum(max_length_B, S), sampling=sampling, cache=cache, drafter=drafter_state,
+        rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS, accepted_BS=no_rounds_BS, emitted_BS=no_rounds_BS,
+    )  # fmt: skip
+
+
+def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState, max_rounds: jax.Array | None = None) -> DecodeState:
+    """Runs rounds until every row is done, at most `max_rounds` of them (int32 scalar; None for no limit).
+
+    One `lax.while_loop`. Donate `state` when you jit it: the key/value pools are then updated where they are.
+    """
+
+    def unfinished(carry):
+        state, rounds = carry
+        more = jnp.any(state.active_B)
+        return more if max_rounds is None else more & (rounds < max_rounds)
+
+    def one_round(carry):
+        state, rounds = carry
+        return step(params, drafter_params, cfg, state), rounds + 1
+
+    return jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))[0]
+
+
+def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
+    """One round: every active row gets between 1 and K + 1 new tokens."""
+    B, S = state.tokens_BS.shape
+    drafts_BK, count_B, law_BKV, drafter_state = _propose(drafter_params, cfg, state)
+    K = drafts_BK.shape[1]
+    # A draft in the place of the last token that a row may emit would be checked for nothing.
+    count_B = jnp.minimum(count_B, state.max_length_B - state.length_B - 1)
+    count_B = jnp.where(state.active_B, count_B, 0)
+    cache = kv_cache.reserve(state.cache, jnp.where(state.active_B, state.length_B + count_B, 0))
+    pending_B1 = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None] - 1, axis=1)
+    block_BT = jnp.concatenate([pending_B1, drafts_BK], axis=1)
+    taps = cfg.drafter.taps if cfg.drafter else ()
+
+    def check(k: int, cache):
+        """Runs the target on the pending token and k drafts; the result has the shapes of k = K."""
+        output = llama.forward(params, cfg.target, block_BT[:, : k + 1], state.length_B - 1, cache, taps=taps,
+                               implementation=cfg.implementation)
+        logits_BTV = llama.logits(params, output.hidden_BTD)[..., : cfg.num_valid_tokens]
+        target_law_BTV = sampling_lib.probabilities(logits_BTV, state.sampling)
+        verified = verify(cfg.verify, target_law_BTV, drafts_BK[:, :k], count_B, None if law_BKV is None else law_BKV[:, :k],
+                          state.sampling, state.length_B)
+        pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
+        return output.cache, Verified(pad(verified.tokens_BT), verified.accepted_B), tuple(map(pad, output.taps))
+
+    if K == 0:
+        cache, verified, taps_BTD = check(0, cache)
+    else:
+        # A drafter with nothing to say must cost nothing.
+        cache, verified, taps_BTD = jax.lax.cond(jnp.any(count_B > 0), functools.partial(check, K),
+                                                 functools.partial(check, 0), cache)
+
+    # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
+    index_T = jnp.arange(K + 1)
+    is_eos_BT = (verified.tokens_BT[..., None] == state.eos_BE[:, None]).any(-1) & (index_T <= verified.accepted_B[:, None])
+    stopped_B = is_eos_BT.any(axis=1)
+    emitted_B = jnp.where(stopped_B, jnp.argmax(is_eos_BT, axis=1), verified.accepted_B) + 1
+    emitted_B = jnp.where(state.active_B, emitted_B, 0)
+
+    row_B1 = jnp.arange(B)[:, None]
+    place_BT = jnp.where(index_T < emitted_B[:, None], state.length_B[:, None] + index_T, S)
+    length_B = state.length_B + emitted_B
+    active_B = state.active_B & ~stopped_B & (length_B < state.max_length_B)
+    round_B1 = jnp.where(state.active_B, state.rounds_B, S)[:, None]
+
+    def log(table_BS, value_B):
+        return table_BS.at[row_B1, round_B1].set(value_B[:, None], mode="drop")
+
+    accepted_B = jnp.minimum(verified.accepted_B, emitted_B)
+    state = state.replace(
+        tokens_BS=state.tokens_BS.at[row_B1, place_BT].set(verified.tokens_BT, mode="drop"),
+        length_B=length_B,
+        active_B=active_B,
+        cache=kv_cache.release(cache, ~active_B),
+        rounds_B=state.rounds_B + state.active_B,
+        drafted_BS=log(state.drafted_BS, count_B),
+        accepted_BS=log(state.accepted_BS, accepted_B),
+        emitted_BS=log(state.emitted_BS, emitted_B),
+    )
+    if cfg.drafter:
+        drafter_state = cfg.drafter.update(drafter_params, drafter_state, state.context, verified, taps_BTD)
+    return state.replace(drafter=drafter_state)
+
+
+def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState):
+    """The drafter's tokens, how many of them are real in each row, their laws, and its state."""
+    B = state.length_B.shape[0]
+    if cfg.drafter is None:
+        return jnp.zeros((B, 0), jnp.int32), jnp.zeros(B, jnp.int32), None, state.drafter
+    coupled = cfg.verify == "coupled"
+
+    def draw(logits_BV, position_B):
+        law_B1V = sampling_lib.probabilities(logits_BV[:, None, : cfg.num_valid_tokens], state.sampling)
+        stream = Stream.TARGET if coupled else Stream.DRAFT
+        token_B1 = sampling_lib.draw(law_B1V, state.sampling, position_B[:, None], stream)
+        return token_B1[:, 0], None if coupled else law_B1V[:, 0]
+
+    draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context, draw)
+    if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
+        raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {(B, cfg.drafter.num_tokens)}")
+    count_B = jnp.full(B, cfg.drafter.num_tokens) if draft.count_B is None else draft.count_B
+    return draft.tokens_BK, count_B, draft.law_BKV, drafter_state

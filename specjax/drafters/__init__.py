@@ -1,0 +1,1 @@
+"""Drafters: one module each, found by name. `base` has the contract."""

@@ -1,0 +1,57 @@
+"""A smaller Llama with the target's vocabulary guesses one token after the other (Leviathan et al. 2023)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from specjax import kv_cache, llama
+from specjax.config import LlamaConfig
+from specjax.drafters.base import Draft, Drafter
+from specjax.errors import SpecJAXError
+
+
+@functools.lru_cache
+def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None) -> Drafter:
+    """Drafts with the model `draft`; the params that the loop passes are that model's.
+
+    The state is the draft model's own paged cache. Its first pass of a round reads the last *two* committed tokens:
+    after a round in which everything was accepted, the last draft has not been read by the draft model yet; otherwise
+    the same keys and values are written once more.
+
+    Raises:
+      SpecJAXError: no draft model was named.
+    """
+    if draft is None:
+        raise SpecJAXError("the drafter 'draft_model' needs a draft model, and none was given")
+    K = num_speculative_tokens
+
+    def init(params, prefill):
+        batch_size, max_slots = prefill.tokens_BS.shape
+        cache = kv_cache.init(draft, batch_size, max_slots, page_size=prefill.page_size, dtype=params["embed_VD"].dtype)
+        cache, _ = llama.prefill(params, draft, prefill.tokens_BS, prefill.length_B - 1, cache, prefill.chunk_size)
+        return cache
+
+    def propose(params, cache, context, draw):
+        length_B = context.length_B
+        cache = kv_cache.reserve(cache, jnp.where(context.active_B, length_B + K - 1, 0))
+        last_B2 = length_B[:, None] + jnp.array([-2, -1])
+        tokens_BT = jnp.take_along_axis(context.tokens_BS, jnp.maximum(last_B2, 0), axis=1)
+        start_B = length_B - 2
+        tokens, laws = [], []
+        for i in range(K):
+            output = llama.forward(params, draft, tokens_BT, start_B, cache)
+            cache = output.cache
+            token_B, law_BV = draw(llama.logits(params, output.hidden_BTD[:, -1:])[:, 0], length_B + i)
+            tokens.append(token_B)
+            laws.append(law_BV)
+            tokens_BT, start_B = token_B[:, None], length_B + i
+        law_BKV = None if laws[0] is None else jnp.stack(laws, axis=1)
+        return Draft(jnp.stack(tokens, axis=1), law_BKV=law_BKV), cache
+
+    def update(params, cache, context, verified, taps_BTD):
+        del params, verified, taps_BTD
+        return kv_cache.release(cache, ~context.active_B)
+
+    return Drafter(K, (), init, propose, update)

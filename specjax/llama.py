@@ -1,0 +1,193 @@
+"""The Llama model: one declaration of its parameters, initialisation, and the forward pass over a paged KV cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import kv_cache
+from specjax.config import LlamaConfig
+from specjax.kernels.paged_attention import paged_attention
+from specjax.kv_cache import PagedKVCache
+
+
+def abstract_params(cfg: LlamaConfig, dtype=jnp.float32):
+    """The parameter pytree of a model as `jax.ShapeDtypeStruct`s: the one place that says what exists and how big it is.
+
+    Matrices are kept `[out, in]` and everything that reads the same input is fused, so that each weight is read once
+    a pass. q, k and v sit together *per kv head* (G query heads, then k, then v): a shard over kv heads is a slice.
+    """
+    V, D, F, H = cfg.vocab_size, cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
+    NKV, G = cfg.num_kv_heads, cfg.group_size
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def layer():
+        attention = {"norm_D": array(D), "qkv_KGHD": array(NKV, G + 2, H, D), "out_DKGH": array(D, NKV, G, H)}
+        mlp = {"norm_D": array(D), "gate_up_2FD": array(2, F, D), "down_DF": array(D, F)}
+        if cfg.attention_bias:
+            attention |= {"qkv_bias_KGH": array(NKV, G + 2, H), "out_bias_D": array(D)}
+        if cfg.mlp_bias:
+            mlp |= {"gate_up_bias_2F": array(2, F), "down_bias_D": array(D)}
+        return {"attention": attention, "mlp": mlp}
+
+    params = {"embed_VD": array(V, D), "layers": [layer() for _ in range(cfg.num_layers)], "final_norm_D": array(D)}
+    if not cfg.tie_word_embeddings:
+        params["lm_head_VD"] = array(V, D)
+    return params
+
+
+def init(rng: jax.Array, cfg: LlamaConfig, dtype=jnp.float32, scale: float = 0.02):
+    """Random parameters: norms are 1, everything else normal with standard deviation `scale`."""
+    shapes = abstract_params(cfg, dtype)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(rng, len(leaves))
+    return treedef.unflatten(
+        jnp.ones(leaf.shape, dtype) if "norm" in path[-1].key else scale * jax.random.normal(key, leaf.shape, dtype)
+        for key, (path, leaf) in zip(keys, leaves, strict=True)
+    )
+
+
+class Output(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+      hidden_BTD: hidden states after the final norm.
+      cache: the cache with the new keys and values in it.
+      taps: the residual stream after each wanted layer, `[B, T, D]` each.
+    """
+
+    hidden_BTD: jax.Array
+    cache: PagedKVCache
+    taps: tuple[jax.Array, ...]
+
+
+def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, cache: PagedKVCache, *,
+            taps: tuple[int, ...] = (), implementation: str | None = None) -> Output:
+    """Runs T consecutive new tokens of each sequence through the model (Touvron et al. 2023, "LLaMA").
+
+    Token t of sequence b has the absolute position, and the cache slot, `start_B[b] + t`; it sees the slots before its
+    own and itself. Its keys and values are written to the cache; where no page holds its slot they are dropped, and
+    its output means nothing.
+
+    Args:
+      params: see `abstract_params`.
+      cfg: the model's configuration (static).
+      tokens_BT: int32 `[B, T]`.
+      start_B: int32 `[B]`; -1 makes the first token a placeholder that sees nothing and is written nowhere.
+      cache: pages must be reserved for the slots that matter (`kv_cache.reserve`).
+      taps: layers after which to return the residual stream (static); layer 0 is the first.
+      implementation: of attention, see `kernels.dispatch.choose` (static).
+    """
+    B, T = tokens_BT.shape
+    N, NKV, G, H = cfg.num_heads, cfg.num_kv_heads, cfg.group_size, cfg.head_dim
+    slots_BT = start_B[:, None] + jnp.arange(T)
+    page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
+    rotation = _rotation(cfg, slots_BT)
+    k_pools, v_pools, tapped = list(cache.k_pools), list(cache.v_pools), {}
+
+    x_BTD = params["embed_VD"][tokens_BT]
+    for i, layer in enumerate(params["layers"]):
+        attention, mlp = layer["attention"], layer["mlp"]
+
+        h_BTD = _rms_norm(x_BTD, attention["norm_D"], cfg.rms_norm_eps)
+        qkv_BTKGH = _linear(h_BTD, attention["qkv_KGHD"], attention.get("qkv_bias_KGH"))
+        q_BTNH = _rotate(qkv_BTKGH[..., :G, :].reshape(B, T, N, H), rotation)
+        k_BTKH = _rotate(qkv_BTKGH[..., G, :], rotation)
+        k_pools[i] = kv_cache.write(k_pools[i], page_BT, offset_BT, k_BTKH)
+        v_pools[i] = kv_cache.write(v_pools[i], page_BT, offset_BT, qkv_BTKGH[..., G + 1, :])
+        a_BTNH = paged_attention(q_BTNH, k_pools[i], v_pools[i], cache.block_table_BX, start_B,
+                                 implementation=implementation)
+        x_BTD += _linear(a_BTNH.reshape(B, T, N * H), attention["out_DKGH"].reshape(-1, N * H), attention.get("out_bias_D"))
+
+        h_BTD = _rms_norm(x_BTD, mlp["norm_D"], cfg.rms_norm_eps)
+        gate_up_BT2F = _linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
+        h_BTF = jax.nn.silu(gate_up_BT2F[..., 0, :]) * gate_up_BT2F[..., 1, :]
+        x_BTD += _linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D"))
+        if i in taps:
+            tapped[i] = x_BTD
+
+    hidden_BTD = _rms_norm(x_BTD, params["final_norm_D"], cfg.rms_norm_eps)
+    cache = cache.replace(k_pools=k_pools, v_pools=v_pools)
+    return Output(hidden_BTD, cache, tuple(tapped[i] for i in taps))
+
+
+def logits(params, hidden_BTD: jax.Array) -> jax.Array:
+    """Next-token logits, float32 `[B, T, V]`, of hidden states from `forward`. The tied embedding is read where it lies."""
+    head_VD = params.get("lm_head_VD", params["embed_VD"])
+    return _linear(hidden_BTD, head_VD, dtype=jnp.float32)
+
+
+def _linear(x_BTI, w_OI, bias_O=None, dtype=None):
+    """Product over the last axis of both; the weight may have several output axes. Accumulates in float32."""
+    # As a plain matrix: XLA's CPU compiler transposes, that is copies, a weight with several output axes in every step.
+    w = w_OI.reshape(-1, w_OI.shape[-1])
+    y = jax.lax.dot_general(x_BTI, w, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    y = y.reshape(*x_BTI.shape[:2], *w_OI.shape[:-1])
+    return (y if bias_O is None else y + bias_O).astype(dtype or x_BTI.dtype)
+
+
+def _rms_norm(x_BTD, scale_D, eps: float):
+    x = x_BTD.astype(jnp.float32)
+    x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x.astype(x_BTD.dtype) * scale_D
+
+
+def rope_frequencies(cfg: LlamaConfig) -> np.ndarray:
+    """Radians per position of each pair of channels, float32 `[H / 2]`, after the configuration's scaling."""
+    rope = cfg.rope
+    freq = rope.theta ** -(np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
+    if rope.rope_type == "linear":
+        freq = freq / rope.factor
+    elif rope.rope_type == "llama3":
+        turns = rope.original_max_position * freq / (2 * np.pi)  # how often a channel turns over the original context
+        ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = np.clip(ramp, 0, 1)
+        freq = keep * freq + (1 - keep) * freq / rope.factor
+    return freq.astype(np.float32)
+
+
+def _rotation(cfg: LlamaConfig, positions_BT):
+    angle_BTh = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(cfg)
+    return jnp.cos(angle_BTh)[:, :, None], jnp.sin(angle_BTh)[:, :, None]
+
+
+def _rotate(x_BTNH, rotation):
+    """Rotary embedding (Su et al. 2021, "RoFormer"), with channel i paired with i + H/2 as in Hugging Face weights."""
+    cos, sin = rotation
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def prefill(params, cfg: LlamaConfig, tokens_BS: jax.Array, count_B: jax.Array, cache: PagedKVCache, chunk_size: int, *,
+            taps: tuple[int, ...] = (), implementation: str | None = None):
+    """Reads the first `count_B` tokens of each row into an empty cache, `chunk_size` at a time.
+
+    One loop serves every prompt length, so only S and the chunk decide what is compiled. No logits are computed: the
+    last token of a prompt is left to the decode loop.
+
+    Returns:
+      The cache, and for each tap the residual stream `[B, S, D]`, which is 0 or means nothing from `count_B` on.
+    """
+    B, S = tokens_BS.shape
+    cache = kv_cache.reserve(cache, count_B)
+    num_chunks = -(-jnp.max(count_B) // chunk_size)
+    padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, -S % chunk_size)))
+    taps_BSD = tuple(jnp.zeros((*padded_BS.shape, cfg.hidden_size), params["embed_VD"].dtype) for _ in taps)
+
+    def read_chunk(i, carry):
+        cache, taps_BSD = carry
+        start = i * chunk_size
+        chunk_BT = jax.lax.dynamic_slice_in_dim(padded_BS, start, chunk_size, axis=1)
+        # Rows that end earlier write what means nothing into slots beyond their length, or nowhere.
+        output = forward(params, cfg, chunk_BT, jnp.full((B,), start), cache, taps=taps, implementation=implementation)
+        taps_BSD = tuple(jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+                         for old, new in zip(taps_BSD, output.taps, strict=True))
+        return output.cache, taps_BSD
+
+    cache, taps_BSD = jax.lax.fori_loop(0, num_chunks, read_chunk, (cache, taps_BSD))
+    return cache, tuple(tap[:, :S] for tap in taps_BSD)
