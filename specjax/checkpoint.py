@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from specjax import llama
-from specjax.checkpoints_convert import folder as folder_lib
+from specjax import files, llama
 from specjax.checkpoints_convert import gguf, hf, orbax, table
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
@@ -56,10 +55,10 @@ def open_source(path: str | os.PathLike) -> table.Opened:
         raise SpecJAXError(f"{source} does not exist")
     if not source.is_dir():
         raise SpecJAXError(f"{source} is neither a folder nor a .gguf file")
-    folder_lib.refuse_incomplete(source)
+    files.refuse_incomplete(source)
     if not (source / "config.json").exists():
         raise SpecJAXError(f"{source}: no config.json: neither a SpecJAX checkpoint nor a Hugging Face folder")
-    reader = orbax if orbax.is_checkpoint(hf.read_json(source / "config.json")) else hf
+    reader = orbax if orbax.is_checkpoint(files.read_json(source / "config.json")) else hf
     return reader.open_folder(source)
 
 
@@ -75,7 +74,7 @@ def load(path: str | os.PathLike, *, dtype=None) -> Model:
       SpecJAXError: naming the file, tensor or value at fault. A .gguf file has to be converted first.
     """
     if pathlib.Path(path).suffix == ".gguf":
-        raise SpecJAXError(f"{path} is a GGUF file: convert it first with `specjax convert --source={path} --output=DIR`")
+        raise SpecJAXError(f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR")
     opened = open_source(path)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
@@ -127,10 +126,10 @@ def export(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
 
 
 def _write(writer, source, output, dtype, progress) -> table.Opened:
-    folder_lib.refuse_existing(output)
+    files.refuse_existing(output)
     opened = open_source(source)
     dtype = opened.dtype if dtype is None else table.dtype_key(dtype)
-    with folder_lib.new_folder(output) as folder:
+    with files.new_folder(output) as folder:
         writer.write_folder(folder, opened, dtype, progress)
     return opened._replace(dtype=dtype)
 

@@ -16,7 +16,6 @@ see text early calls it repeatedly, with the same compiled program and the same 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from flax import struct
 from specjax import kv_cache, llama
 from specjax import sampling as sampling_lib
 from specjax.config import LlamaConfig
-from specjax.drafters.base import Context, Drafter, Prefill
+from specjax.drafters.base import Context, Draft, Drafter, Prefill
 from specjax.errors import SpecJAXError
 from specjax.kv_cache import PagedKVCache
 from specjax.sampling import SamplingParams, Stream
@@ -128,12 +127,15 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
     if cfg.drafter:
         prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, cfg.page_size, cfg.prefill_chunk)
         drafter_state = cfg.drafter.init(drafter_params, prefill)
-    no_rounds_BS = jnp.zeros((B, S), jnp.int32)
+
+    def no_rounds_BS():  # each field has a buffer of its own: the state will be donated
+        return jnp.zeros((B, S), jnp.int32)
+
     return DecodeState(
-        tokens_BS=tokens_BS, length_B=prompt_length_B, prompt_length_B=prompt_length_B,
+        tokens_BS=tokens_BS, length_B=prompt_length_B, prompt_length_B=jnp.copy(prompt_length_B),
         max_length_B=jnp.minimum(max_length_B, S), eos_BE=eos_BE,
         active_B=prompt_length_B < jnp.minimum(max_length_B, S), sampling=sampling, cache=cache, drafter=drafter_state,
-        rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS, accepted_BS=no_rounds_BS, emitted_BS=no_rounds_BS,
+        rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS(), accepted_BS=no_rounds_BS(), emitted_BS=no_rounds_BS(),
     )  # fmt: skip
 
 
@@ -158,9 +160,12 @@ def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState, max_
 def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
     """One round: every active row gets between 1 and K + 1 new tokens."""
     B, S = state.tokens_BS.shape
-    drafts_BK, count_B, law_BKV, drafter_state = _propose(drafter_params, cfg, state)
+    draft, drafter_state = _propose(drafter_params, cfg, state)
+    drafts_BK, law_BKV = draft.tokens_BK, draft.law_BKV
     K = drafts_BK.shape[1]
+    always_drafts = draft.count_B is None
     # A draft in the place of the last token that a row may emit would be checked for nothing.
+    count_B = jnp.full(B, K) if always_drafts else draft.count_B
     count_B = jnp.minimum(count_B, state.max_length_B - state.length_B - 1)
     count_B = jnp.where(state.active_B, count_B, 0)
     cache = kv_cache.reserve(state.cache, jnp.where(state.active_B, state.length_B + count_B, 0))
@@ -179,12 +184,15 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
         return output.cache, Verified(pad(verified.tokens_BT), verified.accepted_B), tuple(map(pad, output.taps))
 
-    if K == 0:
-        cache, verified, taps_BTD = check(0, cache)
+    if always_drafts:
+        cache, verified, taps_BTD = check(K, cache)
     else:
         # A drafter with nothing to say must cost nothing.
-        cache, verified, taps_BTD = jax.lax.cond(jnp.any(count_B > 0), functools.partial(check, K),
-                                                 functools.partial(check, 0), cache)
+        none = Verified(jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32))
+        no_taps = tuple(jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype) for _ in taps)
+        has_drafts = jnp.any(count_B > 0)
+        checked = _when(has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_taps))
+        cache, verified, taps_BTD = _when(~has_drafts, lambda cache, *_: check(0, cache), checked)
 
     # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
     index_T = jnp.arange(K + 1)
@@ -218,11 +226,17 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
     return state.replace(drafter=drafter_state)
 
 
-def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState):
-    """The drafter's tokens, how many of them are real in each row, their laws, and its state."""
+def _when(condition, function, carry):
+    """`function(*carry)` where the condition holds, `carry` elsewhere; like `lax.cond`, into whose branches and out of
+    which XLA copies the key/value pools. A loop of one round or none updates them where they are."""
+    return jax.lax.while_loop(lambda loop: loop[0], lambda loop: (jnp.bool_(False), *function(*loop[1:])), (condition, *carry))[1:]
+
+
+def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Draft, Any]:
+    """The drafter's proposal and its new state; no tokens at all in plain decoding."""
     B = state.length_B.shape[0]
     if cfg.drafter is None:
-        return jnp.zeros((B, 0), jnp.int32), jnp.zeros(B, jnp.int32), None, state.drafter
+        return Draft(jnp.zeros((B, 0), jnp.int32)), state.drafter
     coupled = cfg.verify == "coupled"
 
     def draw(logits_BV, position_B):
@@ -234,5 +248,4 @@ def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState):
     draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context, draw)
     if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
         raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {(B, cfg.drafter.num_tokens)}")
-    count_B = jnp.full(B, cfg.drafter.num_tokens) if draft.count_B is None else draft.count_B
-    return draft.tokens_BK, count_B, draft.law_BKV, drafter_state
+    return draft, drafter_state

@@ -55,15 +55,19 @@ def probabilities(logits_BTV: jax.Array, sampling: SamplingParams) -> jax.Array:
 
     def mixed():
         greedy_B11 = sampling.temperature_B[:, None, None] == 0
-        scaled_BTV = logits_BTV / jnp.where(greedy_B11, 1, sampling.temperature_B[:, None, None])
-        scaled_BTV -= scaled_BTV.max(axis=-1, keepdims=True)
+        largest_BT1 = logits_BTV.max(axis=-1, keepdims=True)
+
+        def weigh(logits_BTx):
+            """Share of a token in terms of the most likely one."""
+            return jnp.exp((logits_BTx - largest_BT1) / jnp.where(greedy_B11, 1, sampling.temperature_B[:, None, None]))
+
         filtered_B = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
         threshold_BT = jax.lax.cond(
             jnp.any(filtered_B & (sampling.temperature_B > 0)),
-            lambda: _threshold(scaled_BTV, sampling),
-            lambda: jnp.full(scaled_BTV.shape[:2], -jnp.inf),
+            lambda: _threshold(logits_BTV, largest_BT1[..., 0], weigh, sampling),
+            lambda: jnp.full(logits_BTV.shape[:2], -jnp.inf),
         )
-        weight_BTV = jnp.where(scaled_BTV >= threshold_BT[..., None], jnp.exp(scaled_BTV), 0)
+        weight_BTV = jnp.where(logits_BTV >= threshold_BT[..., None], weigh(logits_BTV), 0)
         law_BTV = weight_BTV / weight_BTV.sum(axis=-1, keepdims=True)
         return jnp.where(greedy_B11, greedy(), law_BTV)
 
@@ -71,21 +75,24 @@ def probabilities(logits_BTV: jax.Array, sampling: SamplingParams) -> jax.Array:
     return jax.lax.cond(jnp.any(sampling.temperature_B > 0), mixed, greedy)
 
 
-def _threshold(scaled_BTV, sampling: SamplingParams):
-    """Least scaled logit that passes all filters, `[B, T]`. Expects the largest scaled logit to be 0."""
-    V = scaled_BTV.shape[-1]
-    weight_BTV = jnp.exp(scaled_BTV)
+def _threshold(logits_BTV, largest_BT, weigh, sampling: SamplingParams):
+    """Least logit that passes all filters, `[B, T]`.
+
+    It is one of the logits as they came: a scaled one may be rounded differently each time that the compiler computes
+    it, and would then not reach itself.
+    """
+    V = logits_BTV.shape[-1]
     k_B1 = jnp.where(sampling.top_k_B > 0, jnp.minimum(sampling.top_k_B, V), V)[:, None]
     p_B1 = sampling.top_p_B[:, None]
 
     def from_most_likely(n: int):
         """Thresholds of top-k and top-p from the n most likely tokens, and whether n sufficed for every row."""
-        top_BTn = jax.lax.top_k(scaled_BTV, n)[0]
+        top_BTn = jax.lax.top_k(logits_BTV, n)[0]
         kth_BT = jnp.take_along_axis(top_BTn, jnp.minimum(k_B1, n)[..., None] - 1, axis=-1)[..., 0]
         kth_BT = jnp.where(k_B1 < V, kth_BT, -jnp.inf)
-        mass_BT = jnp.where(scaled_BTV >= kth_BT[..., None], weight_BTV, 0).sum(axis=-1)
-        cumulative_BTn = jnp.cumsum(jnp.exp(top_BTn), axis=-1)
-        before_BTn = cumulative_BTn - jnp.exp(top_BTn)
+        mass_BT = jnp.where(logits_BTV >= kth_BT[..., None], weigh(logits_BTV), 0).sum(axis=-1)
+        cumulative_BTn = jnp.cumsum(weigh(top_BTn), axis=-1)
+        before_BTn = jnp.pad(cumulative_BTn, ((0, 0), (0, 0), (1, 0)))[..., :-1]
         kept_BT = (before_BTn < (p_B1 * mass_BT)[..., None]).sum(axis=-1)  # the most likely token always is
         nucleus_BT = jnp.take_along_axis(top_BTn, kept_BT[..., None] - 1, axis=-1)[..., 0]
         nucleus_BT = jnp.where(p_B1 < 1, nucleus_BT, -jnp.inf)
@@ -95,7 +102,9 @@ def _threshold(scaled_BTV, sampling: SamplingParams):
     threshold_BT, enough = from_most_likely(min(SHORTLIST, V))
     if V > SHORTLIST:
         threshold_BT = jax.lax.cond(enough, lambda: threshold_BT, lambda: from_most_likely(V)[0])
-    return jnp.maximum(threshold_BT, jnp.log(sampling.min_p_B)[:, None])
+    min_p_B1 = sampling.min_p_B[:, None]
+    floor_BT = largest_BT + sampling.temperature_B[:, None] * jnp.log(jnp.maximum(min_p_B1, 1e-30))
+    return jnp.maximum(threshold_BT, jnp.where(min_p_B1 > 0, floor_BT, -jnp.inf))
 
 
 def draw(law_BTV: jax.Array, sampling: SamplingParams, position_BT: jax.Array, stream: Stream) -> jax.Array:

@@ -16,6 +16,7 @@ import jinja2.sandbox
 import tokenizers
 
 from specjax.errors import SpecJAXError
+from specjax.files import read_json, read_text
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -88,13 +89,18 @@ class StreamDecoder:
     """Decodes ids as they arrive. Never gives half a character; all pieces joined equal `decode` of all ids.
 
     A token's text may depend on its left neighbour (a leading space, a character split over tokens), so the ids of
-    the last piece are decoded again as context, and only what comes after their text is given out.
+    the last piece are decoded again as context, and only what comes after their text is given out. A run of
+    SentencePiece's byte tokens waits for its end: one bad byte turns the whole run into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._context: list[int] = []  # ids whose text has been given out already
         self._waiting: list[int] = []
+        backend = tokenizer.backend
+        self._bytes = {backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
+        self._silent = {id_ for id_, token in backend.get_added_tokens_decoder().items()
+                        if token.special and skip_special_tokens}
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that has become certain with `ids`; often one token's, "" in the middle of a character."""
@@ -106,6 +112,9 @@ class StreamDecoder:
         return self._take(final=True)
 
     def _take(self, final: bool) -> str:
+        last = next((id_ for id_ in reversed(self._waiting) if id_ not in self._silent), None)
+        if last in self._bytes and not final:
+            return ""
         seen = self._decode(self._context)
         text = self._decode(self._context + self._waiting)
         if len(text) == len(seen) or (text.endswith("\ufffd") and not final):
@@ -126,8 +135,9 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
             raise SpecJAXError(f"{folder} has only a SentencePiece tokenizer.model; a tokenizer.json is needed "
                                "(transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...))")
         return None
-    config = _read_json(folder / "tokenizer_config.json")
-    special = {**_read_json(folder / "special_tokens_map.json"), **config}
+    config, special = (read_json(folder / name) if (folder / name).exists() else {}
+                       for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    special |= config
     # A special token is a string, or a dictionary that says how it is matched beside its "content".
     texts = {name: value["content"] if isinstance(value, dict) else value
              for name in SPECIAL_NAMES if (value := special.get(name)) is not None}
@@ -135,7 +145,7 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
     if isinstance(template, list):  # several named templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if (folder / "chat_template.jinja").exists():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = read_text(folder / "chat_template.jinja")
     return Tokenizer(load_backend(path), texts, template)
 
 
@@ -148,15 +158,6 @@ def load_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OSError) as error:
-        raise SpecJAXError(f"cannot read {path}: {error}") from error
 
 
 @functools.lru_cache

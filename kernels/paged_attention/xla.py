@@ -10,26 +10,35 @@ MASKED = -1e30  # finite: a row in which everything is masked must not turn into
 
 def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B):
     """See `api.paged_attention`. Cost follows X, the pages that a sequence could have, not those that it has."""
-    B, T, N, H = q_BTNH.shape
-    P, NKV, Z, _ = k_pool.shape
-    G, S = N // NKV, block_table_BX.shape[1] * Z
-    slot_S = jnp.arange(S)
-    written_BS = (slot_S < (start_B + T)[:, None]) & jnp.repeat(block_table_BX < P, Z, axis=1)
-    visible_BTS = (slot_S <= (start_B[:, None] + jnp.arange(T))[:, :, None]) & written_BS[:, None]
+    B = q_BTNH.shape[0]
+    P, NKV, Z, H = k_pool.shape
 
     def gather(pool):
         # One run of Z x H numbers per (page, kv head), put where the matrix products below want them: no transpose.
-        pages_BKX = jnp.minimum(block_table_BX, P - 1)[:, None, :]
-        return pool[pages_BKX, jnp.arange(NKV)[None, :, None]].reshape(B, NKV, S, H)
+        pages_BKX = jnp.clip(block_table_BX, 0, P - 1)[:, None, :]
+        return pool[pages_BKX, jnp.arange(NKV)[None, :, None]].reshape(B, NKV, -1, H)
 
-    q_BKGTH = q_BTNH.reshape(B, T, NKV, G, H).transpose(0, 2, 3, 1, 4).reshape(B, NKV, G * T, H)
-    scores = jnp.einsum("bkrh,bksh->bkrs", q_BKGTH, gather(k_pool), preferred_element_type=jnp.float32)
+    held_BX = (block_table_BX >= 0) & (block_table_BX < P)
+    return attention(q_BTNH, gather(k_pool), gather(v_pool), jnp.repeat(held_BX, Z, axis=1), start_B)
+
+
+def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B):
+    """Causal attention over contiguous keys and values `[B, NKV, S, H]`, of which the slots `held_BS` exist."""
+    B, T, N, H = q_BTNH.shape
+    NKV, S = k_BKSH.shape[1:3]
+    G = N // NKV
+    slot_S = jnp.arange(S)
+    written_BS = (slot_S < (start_B + T)[:, None]) & held_BS
+    visible_BTS = (slot_S <= (start_B[:, None] + jnp.arange(T))[:, :, None]) & written_BS[:, None]
+
+    q_BKRH = q_BTNH.reshape(B, T, NKV, G, H).transpose(0, 2, 3, 1, 4).reshape(B, NKV, G * T, H)
+    scores = jnp.einsum("bkrh,bksh->bkrs", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, NKV, G, T, S) * (H**-0.5)
     scores = jnp.where(visible_BTS[:, None, None], scores, MASKED)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * visible_BTS[:, None, None]
     weights /= jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     # 0 * NaN is NaN: values of slots that hold nothing must be zeroed themselves, not only their weights.
-    v_BKSH = jnp.where(written_BS[:, None, :, None], gather(v_pool), 0)
+    v_BKSH = jnp.where(written_BS[:, None, :, None], v_BKSH, 0)
     out = jnp.einsum("bkrs,bksh->bkrh", weights.reshape(B, NKV, G * T, S).astype(v_BKSH.dtype), v_BKSH,
                      preferred_element_type=jnp.float32)
     return out.reshape(B, NKV, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)

@@ -1,0 +1,195 @@
+"""GGUF files of architecture "llama": configuration and tensors. Quantised tensors are dequantised to float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from specjax import llama
+from specjax.checkpoints_convert import gguf_tokenizer, table
+from specjax.config import LlamaConfig, RopeConfig
+from specjax.errors import SpecJAXError
+
+# llama.cpp's name -> Hugging Face's, without the layer prefix and the ".weight" or ".bias" suffix.
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def open_file(path: pathlib.Path) -> table.Opened:
+    """Checks a GGUF file by its header; raises SpecJAXError naming what is wrong."""
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise SpecJAXError("reading GGUF files needs the gguf package: pip install 'specjax[gguf]'") from error
+    try:
+        reader = gguf.GGUFReader(path)
+    except Exception as error:  # a damaged file fails anywhere in the reader
+        raise SpecJAXError(f"{path}: truncated or not a GGUF file: {error}") from error
+    metadata = Metadata(path, reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    cfg = read_config(metadata, tensors)
+    source = GGUFSource(path, tensors, cfg, reader.data.base)
+    table.check(source, cfg, path)
+    tokenizer = gguf_tokenizer.build(metadata)
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    eos_ids = {metadata.get(f"tokenizer.ggml.{key}") for key in keys} - {None}
+    return table.Opened(cfg, source.dtype, functools.partial(table.fused, source, cfg), tokenizer,
+                        tuple(sorted(eos_ids)))
+
+
+class Metadata:
+    """The key-value section of a GGUF file."""
+
+    def __init__(self, path: pathlib.Path, reader):
+        self.path = path
+        self._reader = reader
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def require(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise SpecJAXError(f"{self.path}: metadata key {key} is missing")
+        return value
+
+
+def read_config(metadata: Metadata, tensors: dict[str, Any]) -> LlamaConfig:
+    """Metadata, and what can only be told from the tensors (vocabulary, ties, biases, RoPE factors) -> LlamaConfig."""
+    path, architecture = metadata.path, metadata.require("general.architecture")
+    if architecture != "llama":
+        raise SpecJAXError(f"{path}: architecture {architecture!r} is not supported; supported: 'llama'")
+    if metadata.get("llama.expert_count", 0):
+        raise SpecJAXError(f"{path}: mixture of experts (llama.expert_count) is not supported")
+    if "token_embd.weight" not in tensors:
+        raise SpecJAXError(f"{path}: tensor token_embd.weight is missing")
+    hidden, heads = metadata.require("llama.embedding_length"), metadata.require("llama.attention.head_count")
+    rotary = metadata.get("llama.rope.dimension_count")
+    head_dim = metadata.get("llama.attention.key_length") or rotary or hidden // heads
+    if rotary not in (None, head_dim):
+        raise SpecJAXError(f"{path}: llama.rope.dimension_count {rotary} is not the head width {head_dim}")
+    try:
+        cfg = LlamaConfig(
+            vocab_size=int(tensors["token_embd.weight"].shape[1]),  # shapes are written innermost axis first
+            hidden_size=hidden,
+            intermediate_size=metadata.require("llama.feed_forward_length"),
+            num_layers=metadata.require("llama.block_count"),
+            num_heads=heads,
+            num_kv_heads=metadata.get("llama.attention.head_count_kv", heads),
+            head_dim=head_dim,
+            rms_norm_eps=_shortest(metadata.require("llama.attention.layer_norm_rms_epsilon")),
+            max_position_embeddings=metadata.require("llama.context_length"),
+            rope=_read_rope(metadata),
+            tie_word_embeddings="output.weight" not in tensors,
+            attention_bias="blk.0.attn_q.bias" in tensors,
+            mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        )
+        if ROPE_FACTORS not in tensors:
+            return cfg
+        if cfg.rope.rope_type != "default":
+            raise SpecJAXError(f"tensor {ROPE_FACTORS} together with linear RoPE scaling is not supported")
+        return _llama3_rope(cfg, tensors[ROPE_FACTORS].data)
+    except SpecJAXError as error:
+        raise SpecJAXError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal with the same float32 value: GGUF stores 1e-5 as 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _read_rope(metadata: Metadata) -> RopeConfig:
+    theta = _shortest(metadata.get("llama.rope.freq_base", 10000.0))
+    kind = metadata.get("llama.rope.scaling.type", "linear")  # a file older than this key has only the factor
+    factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear", 1.0)) or 1.0
+    if kind not in ("none", "linear"):
+        raise SpecJAXError(f"RoPE type {kind!r} is not supported; supported: none, linear, and the factors of Llama 3")
+    return RopeConfig(theta) if kind == "none" or factor == 1 else RopeConfig(theta, "linear", _shortest(factor))
+
+
+def _llama3_rope(cfg: LlamaConfig, factors: np.ndarray) -> LlamaConfig:
+    """`cfg`, unscaled so far, with the "llama3" scaling that divides its frequencies by `factors` [H/2].
+
+    llama.cpp writes these divisors and not what they were computed from. Of that, only the factor differs among the
+    released Llama 3 models: knees and original length are always 1, 4 and 8192. Any other divisors are refused.
+    """
+    factors = np.asarray(factors).reshape(-1)
+    if factors.shape != (cfg.head_dim // 2,):
+        raise SpecJAXError(f"tensor {ROPE_FACTORS} has shape {list(factors.shape)}, the head width requires "
+                           f"{[cfg.head_dim // 2]}")
+    if np.all(factors == 1):
+        return cfg
+    rope = RopeConfig(cfg.rope.theta, "llama3", _shortest(factors.max()), 1.0, 4.0, 8192)
+    scaled = dataclasses.replace(cfg, rope=rope)
+    if not np.allclose(factors, llama.rope_frequencies(cfg) / llama.rope_frequencies(scaled), rtol=1e-4):
+        raise SpecJAXError(f"tensor {ROPE_FACTORS} holds RoPE factors that are not those of Llama 3: not supported")
+    return scaled
+
+
+class GGUFSource:
+    """The tensors of a GGUF file under their Hugging Face names, in Hugging Face's order of rotary pairs."""
+
+    def __init__(self, path: pathlib.Path, tensors: dict[str, Any], cfg: LlamaConfig, mapped: mmap.mmap):
+        self._mapped = mapped
+        self._heads = {"attn_q": cfg.num_heads, "attn_k": cfg.num_kv_heads}
+        self._tensors = {_hf_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}
+        self.tensors = {name: table.TensorInfo(tuple(map(int, reversed(tensor.shape))), _dtype(tensor), str(path))
+                        for name, tensor in self._tensors.items()}
+        # llama.cpp writes vectors as float32 whatever the matrices are, so the matrices tell what the model was.
+        self.dtype = table.widest(info.dtype for info in self.tensors.values() if len(info.shape) > 1)
+
+    def own_name(self, name: str) -> str:
+        """llama.cpp's name of a Hugging Face tensor."""
+        if name in self._tensors:
+            return self._tensors[name].name
+        stem, _, suffix = name.rpartition(".")
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
+        names = {theirs: ours for ours, theirs in (LAYER_NAMES if match else OTHER_NAMES).items()}
+        return f"blk.{match[1]}.{names[match[2]]}.{suffix}" if match else f"{names[stem]}.{suffix}"
+
+    def read(self, name: str) -> np.ndarray:
+        import gguf
+
+        if hasattr(mmap, "MADV_DONTNEED"):  # forget what was read before, or the whole file would stay resident
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+        tensor, shape = self._tensors[name], self.tensors[name].shape
+        kind = tensor.tensor_type.name
+        if kind == "BF16":
+            array = tensor.data.view(table.DTYPES["bfloat16"])
+        else:
+            array = tensor.data if kind in ("F32", "F16") else gguf.dequantize(tensor.data, tensor.tensor_type)
+        heads = self._heads.get(tensor.name.split(".")[-2])
+        if heads is None:
+            return array.reshape(shape)
+        # llama.cpp turns neighbouring pairs, Hugging Face the two halves of a head: [heads, H/2, 2] -> [heads, 2, H/2].
+        return array.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _hf_name(name: str) -> str:
+    """Names that are not in the tables stay as they are, and `table.check` reports them as surplus."""
+    stem, _, suffix = name.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(.*)", stem)
+    if match and match[2] in LAYER_NAMES:
+        return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{suffix}"
+    return f"{OTHER_NAMES[stem]}.{suffix}" if stem in OTHER_NAMES else name
+
+
+def _dtype(tensor) -> str:
+    import gguf
+
+    plain = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    # The library keeps its table of dequantisers private; `dequantize` itself needs data to tell.
+    known = tensor.tensor_type in gguf.quants._type_traits
+    return plain.get(tensor.tensor_type.name, "float32" if known else tensor.tensor_type.name)

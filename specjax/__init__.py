@@ -1,0 +1,10 @@
+"""Lossless speculative decoding for Llama models in JAX."""
+
+from specjax.checkpoint import Model, load
+from specjax.drafters.base import Draft, Drafter
+from specjax.errors import SpecJAXError
+from specjax.generation import Completion, Generation, generate
+
+__version__ = "0.1.0"
+
+__all__ = ["Completion", "Draft", "Drafter", "Generation", "Model", "SpecJAXError", "generate", "load"]

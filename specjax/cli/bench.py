@@ -1,0 +1,82 @@
+"""specjax bench: decoding speed, plain and speculative, against the machine's own limit and other engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import time
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+import jax
+from specjax import bench, checkpoint
+from specjax.checkpoints_convert import table as dtypes
+from specjax.cli import common, demo, jsonl
+from specjax.errors import SpecJAXError
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of `specjax bench`."""
+    flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
+    common.define_drafter_flags(default="ngram")
+    flags.DEFINE_string("prompts_file", str(demo.PROMPTS), "JSONL file of prompts, as for specjax generate.")
+    flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per prompt.")
+    flags.DEFINE_integer("repeats", 5, "Counted runs of everything; figures are medians.")
+    flags.DEFINE_list("peers", [], f"Other engines to measure in the same run: {', '.join(bench.PEERS)}.")
+    flags.DEFINE_integer("paging_length", 512, "Also compare the paged cache with a contiguous one at this length; 0 is off.")
+    flags.DEFINE_enum("dtype", None, list(dtypes.DTYPES), "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
+    flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmark that the flags ask for."""
+    del argv
+    started = time.perf_counter()
+    if FLAGS.drafter == "none":
+        raise SpecJAXError("--drafter=none: bench compares a drafter with plain decoding")
+    for name in ("repeats", "max_new_tokens"):
+        if getattr(FLAGS, name) < 1:
+            raise SpecJAXError(f"--{name} must be at least 1, got {getattr(FLAGS, name)}")
+    if FLAGS.output:
+        jsonl.refuse_existing(FLAGS.output)
+    rows = jsonl.read_prompts(FLAGS.prompts_file)
+    prompts = {row.get("name", f"prompt {i}"): row["prompt"] for i, row in enumerate(rows)}
+    target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
+    draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None
+
+    first = bench.first_token_seconds(target, next(iter(prompts.values())), started)
+    figures = bench.decode_speed(target, prompts, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
+                                 drafter=common.drafter_arguments(draft), peers=FLAGS.peers)
+    console = Console(highlight=False)
+    table = Table(title=f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {common.num_speculative_tokens()}",
+                  title_justify="left", show_edge=False)
+    table.add_column("prompt")
+    columns = ("plain", "of the floor", "speculative", "speedup", "tokens per round", "α", *FLAGS.peers)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in figures:
+        peers = [f"{rate:.1f} ({row.plain / rate:.2f}x)" for rate in row.peers.values()]
+        table.add_row(row.name, f"{row.plain:.1f}", f"{row.floor_share:.2f}", f"{row.speculative:.1f}",
+                      f"{row.speculative / row.plain:.2f}x", f"{row.tokens_per_round:.2f}", f"{row.acceptance:.3f}", *peers)
+    console.print(table)
+    print("The floor is the time that reading every weight once takes on this machine."
+          + (" In brackets: plain decoding here over plain decoding there." if FLAGS.peers else ""))
+    print(f"First token {first:.1f} s after start, loading the model included.")
+    result = {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(__name__) if flag.present],
+              "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
+              "python": platform.python_version(), "device": str(jax.devices()[0].device_kind),
+              "first_token_seconds": first, "rows": [dataclasses.asdict(row) for row in figures]}  # fmt: skip
+    if FLAGS.paging_length:
+        paged, dense = bench.paging_cost(target, length=FLAGS.paging_length, page_size=FLAGS.page_size,
+                                         repeats=10 * FLAGS.repeats)
+        print(f"A step at {FLAGS.paging_length} tokens: {1e3 * paged:.2f} ms with the paged cache, {1e3 * dense:.2f} ms with a "
+              f"contiguous one ({paged / dense - 1:+.1%}).")
+        result["paging"] = {"length": FLAGS.paging_length, "paged_seconds": paged, "contiguous_seconds": dense}
+    if FLAGS.output:
+        jsonl.write_text(FLAGS.output, json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,156 @@
+"""Flags and output that more than one command needs."""
+
+from __future__ import annotations
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specjax import generation, metrics
+from specjax.checkpoint import Model
+from specjax.drafters import base
+from specjax.errors import SpecJAXError
+from specjax.generation import Generation
+from specjax.verify import MODES
+
+DRAFT_STYLE, OWN_STYLE = "green", "cyan"
+FLAGS = flags.FLAGS
+
+
+def define_drafter_flags(default: str) -> None:
+    """Flags that say how drafts are made and checked."""
+    flags.DEFINE_enum("drafter", default, ["none", *base.names()], "How to guess tokens.")
+    flags.DEFINE_string("draft", None, "Draft model, for --drafter=draft_model: a checkpoint or Hugging Face folder.")
+    flags.DEFINE_integer("num_speculative_tokens", None, "K, tokens to guess per round, at least 1 (default: 7 on CPU, else 5).")
+    flags.DEFINE_list("drafter_options", [], "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.")
+    flags.DEFINE_enum("verify", "rejection", MODES, "How drafts are accepted; see the README. Both are lossless.")
+    flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.")
+
+
+def drafter_arguments(draft: Model | None) -> dict:
+    """The drafter flags as keyword arguments of `generation.generate`."""
+    return dict(drafter=FLAGS.drafter, draft=draft, num_speculative_tokens=FLAGS.num_speculative_tokens,
+                drafter_options=_options(FLAGS.drafter_options), verify=FLAGS.verify, page_size=FLAGS.page_size)
+
+
+def num_speculative_tokens() -> int:
+    """K that the flags ask for, 0 without speculation."""
+    if FLAGS.drafter == "none":
+        return 0
+    return FLAGS.num_speculative_tokens or generation.default_num_speculative_tokens()
+
+
+def _options(items: list[str]) -> dict[str, int]:
+    options = {}
+    for item in items:
+        name, _, value = item.partition("=")
+        try:
+            options[name] = int(value)
+        except ValueError:
+            raise SpecJAXError(f"--drafter_options: {item!r} is not of the form name=number") from None
+    return options
+
+
+class TextStream:
+    """Prints completions as they grow, in the order of the prompts: the first unfinished one live, the rest after it.
+
+    Accepted drafts have one colour and the target's own tokens another.
+    """
+
+    def __init__(self, console: Console, model: Model, headers: list[str]):
+        self._console, self._headers = console, headers
+        self._decoders = [model.tokenizer.stream() for _ in headers]
+        self._pieces: list[list[tuple[str, str]]] = [[] for _ in headers]
+        self._finished = [False] * len(headers)
+        self._current = 0
+        self._begin()
+
+    def on_tokens(self, index: int, tokens: list[int], from_draft: list[bool], finished: bool) -> None:
+        """Callback for `generation.generate`."""
+        for token, is_draft in zip(tokens, from_draft, strict=True):
+            style = DRAFT_STYLE if is_draft else OWN_STYLE
+            self._pieces[index].append((self._decoders[index].push([token]), style))
+        if finished:
+            self._pieces[index].append((self._decoders[index].flush(), OWN_STYLE))
+        self._finished[index] = finished
+        while self._current < len(self._headers):
+            for text, style in self._pieces[self._current]:
+                self._console.print(Text(text, style), end="", soft_wrap=True)
+            self._pieces[self._current] = []
+            if not self._finished[self._current]:
+                return
+            self._console.print("\n")
+            self._current += 1
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._current < len(self._headers):
+            self._console.print(Text(self._headers[self._current], "bold"))
+
+
+def legend() -> Text:
+    """What the colours of `TextStream` mean."""
+    return Text.assemble(("accepted drafts", DRAFT_STYLE), "  ", ("the target's own tokens", OWN_STYLE))
+
+
+def speed_table(title: str, runs: dict[str, list[Generation]], k: int) -> Table:
+    """Speed and acceptance of one or more runs over the same prompts, a column each; a run is a list of batches.
+
+    A column "plain" is the yardstick of the others.
+    """
+    table = Table(title=title, title_justify="left", show_edge=False)
+    table.add_column("")
+    columns = {name: _figures(batches, 0 if name == "plain" else k, runs.get("plain")) for name, batches in runs.items()}
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in next(reversed(columns.values())):
+        table.add_row(row, *(figures.get(row, "") for figures in columns.values()))
+    return table
+
+
+def tokens_per_second(batches: list[Generation]) -> float:
+    """Tokens of all completions over the time of all decode loops."""
+    tokens = sum(len(c.tokens) for batch in batches for c in batch.completions)
+    return tokens / sum(batch.decode_seconds for batch in batches)
+
+
+def milliseconds_per_round(batches: list[Generation]) -> float:
+    """Mean wall time of a round of the decode loop."""
+    return 1e3 * sum(batch.decode_seconds for batch in batches) / sum(batch.rounds for batch in batches)
+
+
+def _figures(batches: list[Generation], k: int, plain: list[Generation] | None) -> dict[str, str]:
+    stats = metrics.acceptance([c for batch in batches for c in batch.completions], k)
+    figures = {
+        "tokens": f"{stats.num_tokens}",
+        "tokens/s": f"{tokens_per_second(batches):.1f}",
+        "rounds": f"{stats.num_rounds}",
+        "tokens per round": f"{stats.tokens_per_round:.2f}",
+        "time per round": f"{milliseconds_per_round(batches):.1f} ms",
+    }
+    if k == 0:
+        return figures
+    expected = metrics.expected_tokens(stats.rate, k)
+    figures |= {
+        "rounds with drafts": f"{stats.rounds_with_drafts}",
+        "acceptance α of drafts tested": f"{stats.rate:.3f}",
+        "tokens per round with drafts": f"{stats.tokens_per_drafted_round:.2f}",
+        f"  E = (1-α^{k + 1})/(1-α) predicts": f"{expected:.2f}",
+        "accepted at draft position 1, 2, ...": " ".join(f"{share:.2f}" for share in stats.by_position),
+    }
+    if plain:
+        cost = milliseconds_per_round(batches) / milliseconds_per_round(plain)
+        figures |= {
+            "a round costs, in plain steps": f"{cost:.2f}",
+            "speedup": f"{tokens_per_second(batches) / tokens_per_second(plain):.2f}x",
+        }
+    return figures
+
+
+def report_equality(runs: dict[str, list[Generation]]) -> int:
+    """Says whether the runs, which ought to, gave the same tokens. Returns an exit code: 0, or 1 where they did not."""
+    texts = [[c.tokens for batch in batches for c in batch.completions] for batches in runs.values()]
+    same = all(text == texts[0] for text in texts)
+    print(f"The texts with and without speculation are {'identical' if same else 'NOT identical'}.")
+    return 0 if same else 1

@@ -1,0 +1,90 @@
+"""Prompts from a JSONL file, completions to one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+
+from specjax.errors import SpecJAXError
+from specjax.generation import Generation, Prompt
+
+ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+
+
+def read_prompts(path: str) -> list[dict]:
+    """Lines of a prompts file as dictionaries with "prompt" (text or messages), perhaps a "name" of
+    its own and some of `ROW_OPTIONS`.
+
+    Raises:
+      SpecJAXError: naming the file and the line.
+    """
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecJAXError(f"cannot read {path}: {error}") from error
+    rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise SpecJAXError(f"{path} has no prompts")
+    return rows
+
+
+def _row(line: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise SpecJAXError(f"{where}: not JSON: {error}") from error
+    row = {"prompt": row} if isinstance(row, str) else row
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise SpecJAXError(f"{where}: must be a string, or an object with either 'prompt' or 'messages'")
+    known = ("prompt", "messages", "name", *ROW_OPTIONS)
+    unknown = sorted(set(row) - set(known))
+    if unknown:
+        raise SpecJAXError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    if "messages" not in row:
+        if not isinstance(row["prompt"], str):
+            raise SpecJAXError(f"{where}: 'prompt' must be a string")
+        return row
+    messages = row.pop("messages")
+    is_chat = isinstance(messages, list) and messages and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages)
+    if not is_chat:
+        raise SpecJAXError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+    return {"prompt": messages, **row}
+
+
+def headline(prompt: Prompt) -> str:
+    """The first line of a prompt, to show above its completion."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    first, _, rest = text.strip().partition("\n")
+    return f"> {first[:100]}{' ...' if rest or len(first) > 100 else ''}"
+
+
+def refuse_existing(path: str) -> None:
+    """Raises SpecJAXError where `path` exists already, or its folder does not."""
+    if os.path.exists(path):
+        raise SpecJAXError(f"--output: {path} exists already")
+    if not pathlib.Path(path).absolute().parent.is_dir():
+        raise SpecJAXError(f"--output: the folder of {path} does not exist")
+
+
+def write_completions(path: str, prompts: Sequence[Prompt], generation: Generation) -> None:
+    """One line per prompt."""
+    lines = []
+    for prompt, c in zip(prompts, generation.completions, strict=True):
+        rounds = [{"drafted": d, "accepted": a, "emitted": e} for d, a, e in zip(c.drafted, c.accepted, c.emitted, strict=True)]
+        lines.append(json.dumps({"prompt": prompt, "prompt_tokens": c.prompt_tokens, "tokens": c.tokens, "text": c.text,
+                                 "finish_reason": c.finish_reason, "rounds": rounds}, ensure_ascii=False))  # fmt: skip
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a new file, which appears when it is complete. Raises SpecJAXError where that cannot be done."""
+    partial = pathlib.Path(f"{path}.incomplete-{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise SpecJAXError(f"cannot write {path}: {error}") from error

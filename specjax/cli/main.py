@@ -1,0 +1,67 @@
+"""The `specjax` command: finds the subcommand, parses its flags, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import sys
+
+from absl import flags
+
+from specjax.errors import SpecJAXError
+
+COMMANDS = ("generate", "convert", "export", "bench", "demo")
+USAGE_ERROR = 2
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    sys.exit(main(sys.argv))
+
+
+def main(argv: list[str]) -> int:
+    """Runs `specjax <command> [flags]` and returns the exit code: 0, 1 (a check failed) or 2 (unusable input)."""
+    if len(argv) < 2 or argv[1] in ("-h", "--help", "--helpfull", "help"):
+        print("usage: specjax <command> [flags]\n\ncommands:")
+        for name in COMMANDS:
+            print(f"  {name:10}{_module(name).__doc__.splitlines()[0].partition(': ')[2]}")
+        print("\nspecjax <command> --help shows the flags; --flagfile=FILE reads flags from a file.")
+        return 0 if len(argv) > 1 else USAGE_ERROR
+    if argv[1] not in COMMANDS:
+        return _complain(f"command {argv[1]!r} does not exist; there is: {', '.join(COMMANDS)}")
+    command = _module(argv[1])
+    command.define_flags()
+    if any(arg.lstrip("-") in ("help", "helpshort") for arg in argv[2:] if arg.startswith("-")):
+        print(command.__doc__.strip() + "\n")
+        print(flags.FLAGS.module_help(command.__name__))
+        return 0
+    try:
+        rest = flags.FLAGS(argv[1:])[1:]
+        if rest:
+            raise SpecJAXError(f"{rest[0]!r} is not a flag; flags look like --name=value")
+        _configure_jax()
+        return command.main(argv[1:]) or 0
+    except (SpecJAXError, flags.Error) as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _module(command: str):
+    return importlib.import_module(f"specjax.cli.{command}")
+
+
+def _complain(message: str) -> int:
+    print(f"specjax: error: {' '.join(message.split())}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _configure_jax() -> None:
+    """Keeps compiled programs from one run to the next, unless the user has chosen a place for them already."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "specjax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,0 +1,80 @@
+"""Small files, and output folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from specjax.errors import SpecJAXError
+
+INCOMPLETE = "INCOMPLETE"  # a file of this name marks a folder that is still being written, or whose writer was killed
+
+
+@contextlib.contextmanager
+def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """Gives a temporary sibling of `output` to write into, and renames it to `output` at the very end.
+
+    An exception removes it. A killed process leaves it behind, marked, and `refuse_incomplete` refuses it.
+    Raises SpecJAXError, before anything is written, where `output` exists or its parent is not a folder.
+    """
+    final = pathlib.Path(output).absolute()
+    refuse_existing(final)
+    temporary = final.with_name(f"{final.name}.incomplete-{os.getpid()}")
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise SpecJAXError(f"cannot create {temporary}: {error.strerror}") from error
+    try:
+        marker = temporary / INCOMPLETE
+        marker.write_text("This folder is being written, or what wrote it was killed. It is not a checkpoint.\n")
+        yield temporary
+        marker.unlink()
+        refuse_existing(final)  # a rename would silently replace an empty folder made in the meantime
+        temporary.rename(final)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SpecJAXError(f"cannot write {output}: {error}") from error
+        raise
+
+
+def refuse_existing(output: str | os.PathLike) -> None:
+    """Raises SpecJAXError where `output` exists, be it a broken link."""
+    if os.path.lexists(output):
+        raise SpecJAXError(f"output {output} exists; choose another name or remove it")
+
+
+def refuse_incomplete(path: pathlib.Path) -> None:
+    """Raises SpecJAXError for what a killed conversion or export left behind."""
+    if (path / INCOMPLETE).exists():
+        raise SpecJAXError(f"{path} is incomplete: the conversion that wrote it was interrupted; "
+                           "remove it and convert again")
+
+
+def read_text(path: pathlib.Path) -> str:
+    """A text file, with SpecJAXError in place of the operating system's or the decoder's error."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecJAXError(f"cannot read {path}: {error}") from error
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object; raises SpecJAXError naming the file where it is absent or is something else."""
+    try:
+        fields = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise SpecJAXError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise SpecJAXError(f"{path}: a JSON object is expected")
+    return fields
+
+
+def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
+    """Reverses `read_json`."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

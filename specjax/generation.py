@@ -1,0 +1,281 @@
+"""Generation for people: texts or token ids in, completions out. All the work is done by `decode`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode
+from specjax.checkpoint import Model, check_same_vocabulary
+from specjax.decode import DecodeConfig
+from specjax.drafters import base
+from specjax.drafters.base import Drafter
+from specjax.errors import SpecJAXError
+from specjax.sampling import SamplingParams
+
+# on_tokens(index of the prompt, new ids, for each id whether it was an accepted draft, whether these are the last)
+OnTokens = Callable[[int, list[int], list[bool], bool], None]
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # text, token ids, or the messages of a chat
+
+ROUNDS_PER_CALL = 4  # while somebody watches, the loop comes back to the host this often
+MAX_PREFILL_CHUNK = 256
+MIN_EOS_SLOTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+      prompt_tokens: ids of the prompt.
+      tokens: generated ids, with the end-of-sequence token where one was reached.
+      text: of the generated ids without special tokens; None where the model has no tokenizer.
+      finish_reason: "stop" (an end-of-sequence token) or "length" (`max_new_tokens`, or the model's context is full).
+      drafted: for each round, the number of drafts that the target checked.
+      accepted: for each round, the number of them that were emitted.
+      emitted: for each round, the number of tokens that were emitted; adds up to `len(tokens)`.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    emitted: tuple[int, ...]
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """For each token, whether it was an accepted draft (True) or the target's own (False)."""
+        return [i < accepted for accepted, emitted in zip(self.accepted, self.emitted, strict=True) for i in range(emitted)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+      completions: one per prompt, in their order.
+      prefill_seconds: wall time of reading the prompts, compilation included where there was any.
+      decode_seconds: wall time of the decode loop, compilation not included.
+      rounds: number of rounds of the loop.
+    """
+
+    completions: tuple[Completion, ...]
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: int
+
+
+def default_num_speculative_tokens() -> int:
+    """K where the user does not say. On a CPU checking seven drafts costs about what checking one does."""
+    return 7 if jax.default_backend() == "cpu" else 5
+
+
+def generate(
+    target: Model,
+    drafter: str | Drafter = "ngram",
+    prompts: Sequence[Prompt] = (),
+    *,
+    draft: Model | None = None,
+    num_speculative_tokens: int | None = None,
+    drafter_options: dict[str, Any] | None = None,
+    drafter_params: Any = None,
+    verify: str = "rejection",
+    max_new_tokens: int | Sequence[int] = 128,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    seed: int | Sequence[int] = 0,
+    eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    page_size: int = 64,
+    on_tokens: OnTokens | None = None,
+) -> Generation:
+    """Generates a completion for each prompt, all of them in one batch.
+
+    The output follows the target's law whatever the drafter: at temperature 0 it is the target's greedy text, and with
+    `verify="coupled"` the text of plain sampling with the same seed.
+
+    Args:
+      target: model whose completions are wanted, from `specjax.load`.
+      drafter: "none", "ngram", "draft_model" or the name of another module in `specjax.drafters`; or a `Drafter`.
+      prompts: texts, token ids, or chats as lists of {"role": ..., "content": ...}.
+      draft: draft model, for the drafter "draft_model"; its vocabulary must be the target's.
+      num_speculative_tokens: K, at least 1; by default `default_num_speculative_tokens()`. Named drafters only.
+      drafter_options: keyword options of a named drafter, such as {"min_n": 1} for "ngram".
+      drafter_params: parameters of a `Drafter` of your own.
+      verify: "rejection" or "coupled", see `specjax.verify`.
+      max_new_tokens: at least 1. The model's context may end a completion earlier.
+      temperature, top_k, top_p, min_p, seed: see `specjax.sampling.SamplingParams`. This and everything else that
+        may be a sequence has one entry per prompt, or one value for all. The same prompt with the same seed gives
+        the same text, alone or in any batch.
+      eos_ids: ids that end a completion, one set for all prompts or one per prompt; by default the model's.
+      page_size: slots per page of the key/value caches.
+      on_tokens: called while tokens are being generated, see `OnTokens`.
+
+    Raises:
+      SpecJAXError: for an option, a prompt or a pair of models that cannot be used, naming it.
+    """
+    if isinstance(drafter, str):
+        if drafter_params is not None:
+            raise SpecJAXError(f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none")
+        drafter = _named_drafter(drafter, target, draft, num_speculative_tokens, drafter_options or {})
+        drafter_params = draft.params if draft else None
+    elif draft is not None or num_speculative_tokens is not None or drafter_options:
+        raise SpecJAXError("draft, num_speculative_tokens and drafter_options are for a drafter given by name")
+
+    prompt_ids = [encode(target, prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+    if not prompt_ids:
+        raise SpecJAXError("there is no prompt")
+    limit = min(model.config.max_position_embeddings for model in (target, draft) if model)
+    for i, ids in enumerate(prompt_ids):
+        if len(ids) >= limit:
+            raise SpecJAXError(f"prompt {i} has {len(ids)} tokens; it may have at most {limit - 1}, since prompt and "
+                               f"output together may have {limit}")
+    batch_size = len(prompt_ids)
+    budget_B = per_prompt("max_new_tokens", max_new_tokens, batch_size, int, lambda x: x >= 1, "at least 1")
+    sampling = SamplingParams(
+        temperature_B=per_prompt("temperature", temperature, batch_size, float, lambda x: x >= 0, "at least 0"),
+        top_k_B=per_prompt("top_k", top_k, batch_size, int, lambda x: x >= 0, "at least 0 (0 is off)"),
+        top_p_B=per_prompt("top_p", top_p, batch_size, float, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
+        min_p_B=per_prompt("min_p", min_p, batch_size, float, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+        seed_B=per_prompt("seed", seed, batch_size, int, lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)").astype(np.uint32),
+    )  # fmt: skip
+    length_B = np.array([len(ids) for ids in prompt_ids], np.int32)
+    max_length_B = np.minimum(length_B.astype(np.int64) + budget_B, limit).astype(np.int32)
+    tokens_BS = np.zeros((batch_size, bucket(int(max_length_B.max()))), np.int32)
+    for row, ids in zip(tokens_BS, prompt_ids, strict=True):
+        row[: len(ids)] = ids
+
+    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, prefill_chunk(int(length_B.max())))
+    arrays = jax.device_put((tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling))
+    start = time.perf_counter()
+    state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays))
+    prefill_seconds = time.perf_counter() - start
+    # No rounds: this only compiles, where that has not been done yet.
+    state = jax.block_until_ready(_generate(target.params, drafter_params, cfg, state, jax.device_put(np.int32(0))))
+
+    start = time.perf_counter()
+    rounds_at_once = jax.device_put(np.int32(ROUNDS_PER_CALL if on_tokens else np.iinfo(np.int32).max))
+    reported_B = length_B.copy()
+    while True:
+        state = _generate(target.params, drafter_params, cfg, state, rounds_at_once)
+        done = not jax.device_get(state.active_B).any()
+        if on_tokens:
+            _report(state, reported_B, on_tokens)
+        if done:
+            break
+    decode_seconds = time.perf_counter() - start
+    completions = _completions(state, target)
+    return Generation(completions, prefill_seconds, decode_seconds, max(len(c.emitted) for c in completions))
+
+
+_init = jax.jit(decode.init, static_argnums=2)
+_generate = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
+
+
+def encode(model: Model, prompt: Prompt, name: str) -> tuple[int, ...]:
+    """Token ids of a prompt. `name` is what errors call it.
+
+    Raises:
+      SpecJAXError: an empty prompt, ids outside the vocabulary, or text for a model without tokenizer.
+    """
+    if not len(prompt):
+        raise SpecJAXError(f"{name} is empty")
+    is_chat = isinstance(prompt[0], dict)
+    if (isinstance(prompt, str) or is_chat) and model.tokenizer is None:
+        raise SpecJAXError(f"{name} is text, and {model.path} has no tokenizer: give token ids")
+    if is_chat:
+        ids = model.tokenizer.apply_chat_template(prompt)
+    else:
+        ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not len(ids):
+        raise SpecJAXError(f"{name} gives no tokens")
+    for token in ids:
+        if not 0 <= token < model.num_valid_tokens:
+            raise SpecJAXError(f"{name} has the token id {token}; ids go from 0 to {model.num_valid_tokens - 1}")
+    return tuple(map(int, ids))
+
+
+def per_prompt(name: str, value, batch_size: int, kind: type, valid: Callable, rule: str) -> np.ndarray:
+    """One value for all prompts, or one for each, as a checked array `[B]`: int64 or float32."""
+    array = np.asarray(value)
+    if array.shape not in ((), (batch_size,)):
+        raise SpecJAXError(f"{name} has {array.size} values for {batch_size} prompts")
+    if array.dtype.kind not in ("iu" if kind is int else "iuf"):
+        raise SpecJAXError(f"{name} must be {'a whole number' if kind is int else 'a number'}, got {value!r}")
+    if not np.all(valid(array)):
+        raise SpecJAXError(f"{name} must be {rule}, got {array[~valid(array)].flat[0]}")
+    return np.broadcast_to(array, (batch_size,)).astype(np.int64 if kind is int else np.float32)
+
+
+def bucket(num_slots: int) -> int:
+    """S for sequences of up to `num_slots` tokens: the next of a few sizes, at most a quarter larger or 128 more, so
+    that prompts of similar length share a compiled program."""
+    step = max(128, 2 ** (num_slots.bit_length() - 3))
+    return -(-num_slots // step) * step
+
+
+def prefill_chunk(prompt_length: int) -> int:
+    """Tokens of a prompt to read at a time: the power of two that holds the longest prompt, within limits."""
+    return min(max(16, 2 ** (prompt_length - 1).bit_length()), MAX_PREFILL_CHUNK)
+
+
+def _named_drafter(name: str, target: Model, draft: Model | None, num_speculative_tokens: int | None,
+                   options: dict[str, Any]) -> Drafter | None:
+    if name == "none":
+        if draft is not None or options or num_speculative_tokens is not None:
+            raise SpecJAXError("the drafter 'none' decodes without speculation: it takes no draft model, no number of "
+                               "speculative tokens and no options")
+        return None
+    if draft is not None:
+        check_same_vocabulary(target, draft)
+    k = default_num_speculative_tokens() if num_speculative_tokens is None else num_speculative_tokens
+    return base.make(name, k, target.config, draft.config if draft else None, **options)
+
+
+def _eos_table(target: Model, eos_ids, batch_size: int) -> np.ndarray:
+    """int32 `[B, E]`, filled up with -1. E is the same for most models, so that it does not decide what is compiled."""
+    eos_ids = target.eos_ids if eos_ids is None else eos_ids
+    sets = eos_ids if len(eos_ids) and not np.isscalar(eos_ids[0]) else [eos_ids] * batch_size
+    if len(sets) != batch_size:
+        raise SpecJAXError(f"eos_ids has {len(sets)} sets for {batch_size} prompts")
+    for token in (token for ids in sets for token in ids):
+        if not 0 <= token < target.config.vocab_size:
+            raise SpecJAXError(f"eos_ids has {token}; ids go from 0 to {target.config.vocab_size - 1}")
+    table_BE = np.full((batch_size, max(MIN_EOS_SLOTS, *map(len, sets))), -1, np.int32)
+    for row, ids in zip(table_BE, sets, strict=True):
+        row[: len(ids)] = ids
+    return table_BE
+
+
+def _report(state: decode.DecodeState, reported_B: np.ndarray, on_tokens: OnTokens) -> None:
+    """Hands out what was committed since the last report; `reported_B` is brought up to date."""
+    tokens_BS, length_B, prompt_length_B, active_B, accepted_BS, emitted_BS = jax.device_get(
+        (state.tokens_BS, state.length_B, state.prompt_length_B, state.active_B, state.accepted_BS, state.emitted_BS))
+    for b in np.flatnonzero(length_B > reported_B):
+        from_draft = [i < n for n, m in zip(accepted_BS[b], emitted_BS[b], strict=True) for i in range(m)]
+        new = slice(reported_B[b], length_B[b])
+        on_tokens(int(b), tokens_BS[b, new].tolist(), from_draft[new.start - prompt_length_B[b] :], not active_B[b])
+        reported_B[b] = length_B[b]
+
+
+def _completions(state: decode.DecodeState, target: Model) -> tuple[Completion, ...]:
+    state = jax.device_get(state.replace(cache=None, drafter=None))
+    completions = []
+    for b in range(len(state.length_B)):
+        prompt, end, rounds = state.prompt_length_B[b], state.length_B[b], state.rounds_B[b]
+        tokens = tuple(state.tokens_BS[b, prompt:end].tolist())
+        logs = (tuple(table_BS[b, :rounds].tolist()) for table_BS in (state.drafted_BS, state.accepted_BS, state.emitted_BS))
+        completions.append(Completion(
+            tuple(state.tokens_BS[b, :prompt].tolist()), tokens,
+            target.tokenizer.decode(tokens) if target.tokenizer else None,
+            "stop" if tokens[-1] in state.eos_BE[b] else "length", *logs))  # fmt: skip
+    return tuple(completions)

@@ -1,0 +1,197 @@
+"""Tiny random models, and the ways in which tests drive the decode loop. Everything here runs the product's own code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import Any, NamedTuple
+
+# Before jax is imported. LLVM's optimiser takes most of the time that a tiny model needs, and changes no HLO.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
+                           + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode, kv_cache, llama
+from specjax.config import LlamaConfig
+from specjax.decode import DecodeConfig, DecodeState
+from specjax.drafters import base
+from specjax.errors import SpecJAXError
+from specjax.sampling import SamplingParams
+
+INIT = jax.jit(decode.init, static_argnums=2)
+GENERATE = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
+STEP = jax.jit(decode.step, static_argnums=2)
+
+# One shape for most runs, so that they share compiled programs.
+CAPACITY = 48
+
+
+class Model(NamedTuple):
+    """A model in memory."""
+
+    config: LlamaConfig
+    params: Any
+
+
+@functools.cache
+def tiny(seed: int, vocab_size: int = 32, num_layers: int = 1, scale: float = 0.5) -> Model:
+    """A random Llama with grouped queries. Wide weights: its laws are far from flat and its text does not soon repeat."""
+    config = LlamaConfig(vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_layers=num_layers, num_heads=4,
+                         num_kv_heads=2, head_dim=4)
+    return Model(config, llama.init(jax.random.key(seed), config, scale=scale))
+
+
+@functools.cache
+def similar(seed: int, noise: float = 0.15, **kwargs) -> Model:
+    """`tiny` with noise on its weights: as a draft model it is often right and often wrong."""
+    model = tiny(seed, **kwargs)
+    other = tiny(seed + 1000, **kwargs)
+    return Model(model.config, jax.tree.map(lambda a, b: a + noise * b, model.params, other.params))
+
+
+def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
+    """The drafter called `name` and the params to give to the loop: none, or the draft model's where it needs one."""
+    try:
+        return base.make(name, K, target.config, **options), None
+    except SpecJAXError:
+        return base.make(name, K, target.config, draft.config, **options), draft.params
+
+
+class Result(NamedTuple):
+    """What a run emitted, row by row, and the state it ended in."""
+
+    emitted: list[list[int]]
+    state: DecodeState
+
+
+def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=16, eos=(), temperature=0.0, top_k=0,
+            top_p=1.0, min_p=0.0, seed=0, capacity: int = CAPACITY, **config):
+    """Reads prompts; every keyword but `drafter`, `draft_params` and `capacity` is one value for all rows or a list.
+
+    Returns the arguments of `GENERATE` and `STEP`.
+    """
+    B = len(prompts)
+    tokens_BS = np.zeros((B, capacity), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, : len(prompt)] = prompt
+    length_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    eos_BE = np.full((B, 3), -1, np.int32)
+    for row, ids in enumerate(eos if isinstance(eos, list) else [eos] * B):
+        eos_BE[row, : len(ids)] = ids
+
+    def rows(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
+
+    sampling = SamplingParams(rows(temperature, np.float32), rows(top_k, np.int32), rows(top_p, np.float32),
+                              rows(min_p, np.float32), rows(seed, np.uint32))
+    config = DecodeConfig(target.config, drafter, **{"page_size": 4, "prefill_chunk": 8, **config})
+    state = INIT(target.params, draft_params, config, jnp.asarray(tokens_BS), jnp.asarray(length_B),
+                 jnp.asarray(length_B + np.asarray(max_new, np.int32)), jnp.asarray(eos_BE), sampling)
+    return target.params, draft_params, config, state
+
+
+def result(state: DecodeState) -> Result:
+    """The text after the prompts."""
+    tokens_BS, start_B, end_B = map(np.asarray, (state.tokens_BS, state.prompt_length_B, state.length_B))
+    return Result([tokens_BS[row, start:end].tolist() for row, (start, end) in enumerate(zip(start_B, end_B, strict=True))],
+                  state)
+
+
+def run(target: Model, prompts, **options) -> Result:
+    """Runs the loop to its end; for the options see `prepare`."""
+    return result(GENERATE(*prepare(target, prompts, **options)))
+
+
+def full_logits(model: Model, tokens_BS) -> np.ndarray:
+    """Next-token logits after every token, from one forward pass over the whole text and a fresh cache."""
+    return _full_pass(model.params, model.config, jnp.asarray(tokens_BS), ())[0]
+
+
+def full_taps(model: Model, tokens_BS, taps: tuple[int, ...]):
+    """The residual stream after some layers, from one forward pass over the whole text."""
+    return _full_pass(model.params, model.config, jnp.asarray(tokens_BS), taps)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def _full_pass(params, config, tokens_BS, taps):
+    B, S = tokens_BS.shape
+    cache = kv_cache.init(config, B, S, page_size=S)
+    cache = kv_cache.reserve(cache, jnp.full(B, S))
+    output = llama.forward(params, config, tokens_BS, jnp.zeros(B, jnp.int32), cache, taps=taps)
+    return llama.logits(params, output.hidden_BTD), output.taps
+
+
+def reference_law(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """`sampling.probabilities` for one vector, one step after the other, in float64."""
+    logits_V = np.asarray(logits_V, np.float64)
+    if temperature == 0:
+        return np.eye(len(logits_V))[np.argmax(logits_V)]
+    law_V = np.exp((logits_V - logits_V.max()) / temperature)
+    law_V /= law_V.sum()
+    if top_k:
+        law_V[law_V < np.sort(law_V)[::-1][min(top_k, len(law_V)) - 1]] = 0
+        law_V /= law_V.sum()
+    if top_p < 1:
+        falling = np.sort(law_V)[::-1]
+        law_V = np.where(law_V < falling[(np.cumsum(falling) - falling < top_p).sum() - 1], 0, law_V)
+    law_V[law_V < min_p * law_V.max()] = 0
+    return law_V / law_V.sum()
+
+
+class OracleParams(NamedTuple):
+    """What an oracle says: for each absolute position a token, and whether it has nothing to say there."""
+
+    tokens_BS: jax.Array
+    empty_BS: jax.Array
+
+
+@functools.cache
+def oracle(K: int, taps: tuple[int, ...] = ()) -> base.Drafter:
+    """A drafter that reads its guesses from its params, so that tests decide what is accepted, and when.
+
+    Its state keeps the taps it got: for every position the residual streams, and how many columns of the last round
+    were not all zero.
+    """
+
+    def init(params, prefill):
+        return prefill.length_B, prefill.taps_BSD, jnp.zeros((prefill.tokens_BS.shape[0], prefill.tokens_BS.shape[1]), jnp.int32)
+
+    def propose(params, state, context, draw):
+        index_BK = context.length_B[:, None] + jnp.arange(K)
+        index_BK = jnp.minimum(index_BK, params.tokens_BS.shape[1] - 1)
+        tokens_BK = jnp.take_along_axis(params.tokens_BS, index_BK, axis=1)
+        count_B = jnp.where(jnp.take_along_axis(params.empty_BS, index_BK[:, :1], axis=1)[:, 0], 0, K)
+        return base.Draft(tokens_BK, count_B=count_B), state
+
+    def update(params, state, context, verified, taps_BTD):
+        length_B, taps_BSD, width_BS = state
+        row_B1 = jnp.arange(length_B.shape[0])[:, None]
+        place_BT = length_B[:, None] - 1 + jnp.arange(K + 1)
+        taps_BSD = tuple(old.at[row_B1, place_BT].set(new, mode="drop") for old, new in zip(taps_BSD, taps_BTD, strict=True))
+        if taps:
+            width_B = (taps_BTD[0] != 0).any(-1).sum(-1)
+            width_BS = width_BS.at[row_B1, length_B[:, None]].set(width_B[:, None], mode="drop")
+        return context.length_B, taps_BSD, width_BS
+
+    return base.Drafter(K, taps, init, propose, update)
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list to which an entry is added for every program that XLA compiles meanwhile."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,371 @@
+"""The loop as a whole: where it stops, what it counts, what rows see of each other, and that its caches are right."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CAPACITY, GENERATE, STEP, Model, OracleParams, full_logits, full_taps, make_drafter, oracle, prepare
+from conftest import result, run, similar, tiny
+
+from specjax import decode, kv_cache, llama
+from specjax.config import LlamaConfig
+from specjax.decode import DecodeConfig
+from specjax.drafters import base
+from specjax.errors import SpecJAXError
+
+TARGET, DRAFT = tiny(6), similar(6)
+B = 12
+PROMPTS = [np.random.default_rng(row).integers(0, 32, length).tolist()
+           for row, length in enumerate([1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17])]
+# Every row samples in its own way; some are greedy.
+SAMPLING = dict(temperature=[0, 1, 0.7, 0, 1.5, 1, 0.3, 0, 2, 1, 1, 0], top_k=[0, 0, 5, 3, 9, 0, 0, 0, 2, 0, 4, 0],
+                top_p=[1, 1, 1, 0.5, 0.8, 0.9, 1, 1, 1, 1, 0.95, 0.1], min_p=[0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0.2, 0.05, 0],
+                seed=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 2**32 - 1])
+MAX_NEW = [16, 24, 9, 30, 20, 17, 25, 28, 12, 1, 22, 30]
+
+
+def oracle_params(plain, *, wrong=(), empty=()):
+    """An oracle that knows what will come, but for the positions that are `wrong`, and says nothing at `empty` ones."""
+    tokens_BS = np.array(plain.state.tokens_BS)
+    tokens_BS[:, list(wrong)] = (tokens_BS[:, list(wrong)] + 1) % 32
+    empty_BS = np.zeros(tokens_BS.shape, bool)
+    empty_BS[:, list(empty)] = True
+    return OracleParams(jnp.asarray(tokens_BS), jnp.asarray(empty_BS))
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    return run(TARGET, PROMPTS, max_new=30)
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    return run(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING)
+
+
+def test_plain_decoding_takes_the_most_likely_token(greedy):
+    """Against one forward pass over the finished text: this ties the loop to the model, whatever the cache does."""
+    logits_BSV = full_logits(TARGET, greedy.state.tokens_BS)
+    for row, (prompt, emitted) in enumerate(zip(PROMPTS, greedy.emitted, strict=True)):
+        expected = logits_BSV[row, len(prompt) - 1 : len(prompt) + 29].argmax(-1)
+        assert emitted == expected.tolist() and len(set(emitted)) > 1
+
+
+def test_plain_decoding_is_the_same_in_both_modes(sampled):
+    assert run(TARGET, PROMPTS, max_new=MAX_NEW, verify="coupled", **SAMPLING).emitted == sampled.emitted
+
+
+def test_the_budget_is_met_exactly(sampled):
+    assert [len(emitted) for emitted in sampled.emitted] == MAX_NEW
+    assert (np.asarray(sampled.state.length_B) <= CAPACITY).all()
+
+
+@pytest.mark.parametrize("K", [1, 2, 5, 8])
+def test_a_draft_that_is_the_target_is_always_accepted(K, greedy):
+    """A draft cache that is off by one anywhere would cost an acceptance."""
+    drafter, params = make_drafter("draft_model", K, TARGET, TARGET)
+    got = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=30)
+    assert got.emitted == greedy.emitted
+    np.testing.assert_array_equal(got.state.accepted_BS, got.state.drafted_BS)
+    assert (got.state.rounds_B == -(-30 // (K + 1))).all()
+
+
+# --- End of sequence and budget -------------------------------------------------------------------------------------
+
+
+def until_eos(emitted, eos):
+    """What is left of a text when it ends behind the first of some tokens."""
+    return next((emitted[: i + 1] for i, token in enumerate(emitted) if token in eos), emitted)
+
+
+def test_nothing_is_emitted_past_an_end_of_sequence_token(greedy):
+    """The oracle has whole blocks accepted, so that the end comes at every place in a block, and at the edge of budgets."""
+    eos = [(emitted[row + 1], 31 - emitted[0]) if row % 2 else (99, emitted[row + 1], emitted[-1])
+           for row, emitted in enumerate(greedy.emitted)]
+    for max_new in (30, [3 + row % 7 for row in range(B)]):
+        expected = [until_eos(emitted[:n], ids) for emitted, ids, n in
+                    zip(greedy.emitted, eos, np.broadcast_to(max_new, B), strict=True)]
+        got = run(TARGET, PROMPTS, drafter=oracle(5), draft_params=oracle_params(greedy), max_new=max_new, eos=eos)
+        assert got.emitted == expected
+        assert not got.state.active_B.any()
+        np.testing.assert_array_equal(got.state.emitted_BS.sum(axis=1), [len(emitted) for emitted in expected])
+    assert len({len(until_eos(emitted, ids)) % 6 for emitted, ids in zip(greedy.emitted, eos, strict=True)}) > 3
+
+
+def test_a_stop_inside_a_block_that_the_budget_cuts_is_still_a_stop(greedy):
+    """The third token ends the text; the block has six and the budget five: three come out, and the third is the stop."""
+    row = next(row for row, emitted in enumerate(greedy.emitted) if emitted[2] not in emitted[:2])
+    stop = greedy.emitted[row][2]
+    got = run(TARGET, PROMPTS, drafter=oracle(5), draft_params=oracle_params(greedy), max_new=5, eos=(stop,))
+    assert got.emitted[row] == greedy.emitted[row][:3] and got.emitted[row][-1] == stop
+    assert (int(got.state.rounds_B[row]), int(got.state.accepted_BS[row, 0]), int(got.state.emitted_BS[row, 0])) == (1, 3, 3)
+
+
+def test_a_prompt_that_leaves_no_budget_emits_nothing(greedy):
+    max_new = [0, 5] * (B // 2)
+    got = run(TARGET, PROMPTS, drafter=oracle(5), draft_params=oracle_params(greedy), max_new=max_new)
+    assert got.emitted == [emitted[:n] for emitted, n in zip(greedy.emitted, max_new, strict=True)]
+    assert got.state.rounds_B.tolist() == [0, 1] * (B // 2)
+
+
+# --- Counts ---------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_count_what_was_drafted_accepted_and_emitted(greedy):
+    """Guesses of one token in three are wrong, and at some places there are none: every count is known in advance."""
+    wrong = range(2, CAPACITY, 3)
+    empty = range(0, CAPACITY, 7)
+    got = run(TARGET, PROMPTS, drafter=oracle(5), max_new=[30 - row for row in range(B)],
+              draft_params=oracle_params(greedy, wrong=wrong, empty=empty))
+    assert got.emitted == [emitted[: 30 - row] for row, emitted in enumerate(greedy.emitted)]
+    for row in range(B):
+        position, end, expected = len(PROMPTS[row]), len(PROMPTS[row]) + 30 - row, []
+        while position < end:
+            drafted = 0 if position in empty else min(5, end - position - 1)
+            accepted = next((i for i in range(drafted) if position + i in wrong), drafted)
+            expected.append((drafted, accepted, accepted + 1))
+            position += accepted + 1
+        rounds = int(got.state.rounds_B[row])
+        counts = np.stack([got.state.drafted_BS[row], got.state.accepted_BS[row], got.state.emitted_BS[row]], axis=1)
+        assert counts[:rounds].tolist() == [list(count) for count in expected] and not counts[rounds:].any()
+
+
+def test_a_round_without_proposals_runs_the_target_on_one_token():
+    """Seen from the taps: columns beyond those that the target read are zero. Only where no row proposes is it one."""
+    target, K = tiny(3, num_layers=2), 2
+    prompts = [PROMPTS[4]] * B
+    plain = run(target, prompts, max_new=20)
+    params = oracle_params(plain, wrong=range(CAPACITY), empty=range(0, CAPACITY, 2))
+    got = run(target, prompts, drafter=oracle(K, (0, 1)), draft_params=params, max_new=20)
+    assert got.emitted == plain.emitted
+    width_BS = np.asarray(got.state.drafter[2])[:, len(prompts[0]) :][:, :19]
+    assert (width_BS == np.where(np.arange(5, 24) % 2, K + 1, 1)).all()
+
+
+def test_a_drafter_gets_the_targets_residual_stream():
+    """At every committed token that the target has read, after rejections and acceptances of all kinds."""
+    target = tiny(3, num_layers=2)
+    plain = run(target, PROMPTS, max_new=20)
+    got = run(target, PROMPTS, drafter=oracle(2, (0, 1)), max_new=20,
+              draft_params=oracle_params(plain, wrong=range(0, CAPACITY, 5), empty=range(0, CAPACITY, 4)))
+    assert got.emitted == plain.emitted
+    expected = full_taps(target, got.state.tokens_BS, (0, 1))
+    read_BS = np.arange(CAPACITY) < np.asarray(got.state.length_B)[:, None] - 1
+    for tap_BSD, expected_BSD in zip(got.state.drafter[1], expected, strict=True):
+        np.testing.assert_allclose(np.asarray(tap_BSD)[read_BS], np.asarray(expected_BSD)[read_BS], atol=1e-4)
+
+
+# --- Rows -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def speculative(mode: str):
+    drafter, params = make_drafter("draft_model", 3, TARGET, DRAFT)
+    return dict(drafter=drafter, draft_params=params, verify=mode)
+
+
+def test_a_row_depends_neither_on_its_neighbours_nor_on_its_place():
+    options = speculative("rejection")
+    together = run(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options)
+    order = np.random.default_rng(0).permutation(B)
+
+    def reorder(values, rows):
+        return [values[row] for row in rows]
+
+    moved = run(TARGET, reorder(PROMPTS, order), max_new=reorder(MAX_NEW, order), **options,
+                **{name: reorder(values, order) for name, values in SAMPLING.items()})
+    assert moved.emitted == reorder(together.emitted, order)
+    for row in (0, 4, 11):  # greedy, filtered, and greedy with filters; neighbours are as different as can be
+        others = [row if i == row else (i + 5) % B for i in range(B)]
+        mixed = dict(SAMPLING, seed=[seed + 100 * (i != row) for i, seed in enumerate(range(B))])
+        mixed = {name: reorder(values, others) for name, values in mixed.items()}
+        mixed["seed"][row] = SAMPLING["seed"][row]
+        got = run(TARGET, reorder(PROMPTS, others), max_new=reorder(MAX_NEW, others), **options, **mixed)
+        assert got.emitted[row] == together.emitted[row]
+    for row in (1, 7):
+        alone = run(TARGET, [PROMPTS[row]], max_new=MAX_NEW[row], **options,
+                    **{name: values[row] for name, values in SAMPLING.items()})
+        assert alone.emitted == [together.emitted[row]]
+
+
+def test_cutting_the_loop_into_calls_changes_nothing():
+    options = speculative("rejection")
+    whole = run(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options)
+    params, draft_params, config, state = prepare(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options)
+    calls = 0
+    while state.active_B.any():
+        state = GENERATE(params, draft_params, config, state, jnp.int32(1 + calls % 2))
+        calls += 1
+    assert calls > 8
+    jax.tree.map(np.testing.assert_array_equal, state, whole.state)
+
+
+# --- Caches ---------------------------------------------------------------------------------------------------------
+
+
+NEXT_LOGITS = jax.jit(lambda params, config, tokens_BT, start_B, cache: llama.logits(
+    params, llama.forward(params, config, tokens_BT, start_B, cache).hidden_BTD)[:, -1], static_argnums=1)
+
+
+def test_both_caches_equal_a_fresh_computation_after_every_round():
+    """Next-token logits from the caches as the round left them, against one pass over the committed text."""
+    options = speculative("rejection")
+    params, draft_params, config, state = prepare(TARGET, PROMPTS, max_new=24, **SAMPLING, **options)
+    rejections = 0
+    while state.active_B.any():
+        before, state = state, STEP(params, draft_params, config, state)
+        row_B, round_B = np.arange(B), np.asarray(before.rounds_B)
+        rejections += (np.asarray(state.accepted_BS)[row_B, round_B] < np.asarray(state.drafted_BS)[row_B, round_B]).sum()
+        alive = np.asarray(state.active_B)
+        length_B = np.asarray(state.length_B)
+        last_B2 = np.take_along_axis(np.asarray(state.tokens_BS), np.maximum(length_B[:, None] + [-2, -1], 0), axis=1)
+        slots_B = jnp.where(state.active_B, state.length_B, 0)
+        # What drafters read again is two tokens; what the target reads, one.
+        for model, cache, again in ((TARGET, state.cache, 1), (DRAFT, state.drafter, 2)):
+            logits_BV = NEXT_LOGITS(model.params, model.config, last_B2[:, 2 - again :], state.length_B - again,
+                                    kv_cache.reserve(cache, slots_B))
+            expected_BV = full_logits(model, state.tokens_BS)[row_B, length_B - 1]
+            np.testing.assert_allclose(np.asarray(logits_BV)[alive], expected_BV[alive], atol=2e-5)
+    assert rejections > 20
+
+
+def poisoned(cache, length_B):
+    """NaN in every slot but those of the tokens that are committed and read."""
+    page_size, num_pages = cache.page_size, len(cache.free_P)
+    read = np.zeros((num_pages, page_size), bool)
+    for pages, length in zip(np.asarray(cache.block_table_BX), np.asarray(length_B), strict=True):
+        for slot in range(length):
+            if pages[slot // page_size] < num_pages:
+                read[pages[slot // page_size], slot % page_size] = True
+    keep = jnp.asarray(read)[:, None, :, None]
+    poison = lambda pools: [jnp.where(keep, pool, jnp.nan) for pool in pools]  # noqa: E731
+    return cache.replace(k_pools=poison(cache.k_pools), v_pools=poison(cache.v_pools))
+
+
+def test_nothing_of_free_pages_and_stale_slots_comes_out():
+    options = speculative("rejection")
+    whole = run(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options)
+    params, draft_params, config, state = prepare(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options)
+    while state.active_B.any():
+        # The target has read all but the last committed token; the draft model may lack the one before, too.
+        state = state.replace(cache=poisoned(state.cache, state.length_B - 1),
+                              drafter=poisoned(state.drafter, state.length_B - 2))
+        state = STEP(params, draft_params, config, state)
+    assert result(state).emitted == whole.emitted
+
+
+def test_all_pages_are_free_when_all_rows_are_done(greedy):
+    for options in (dict(), speculative("rejection"), dict(drafter=oracle(5), draft_params=oracle_params(greedy))):
+        state = run(TARGET, PROMPTS, max_new=30, **options).state
+        caches = [state.cache] + ([state.drafter] if isinstance(state.drafter, kv_cache.PagedKVCache) else [])
+        for cache in caches:
+            assert int(cache.num_free) == len(cache.free_P) == len(set(np.asarray(cache.free_P).tolist()))
+            assert (cache.block_table_BX == len(cache.free_P)).all()
+
+
+@pytest.mark.parametrize(("page_size", "prefill_chunk"), [(8, 8), (3, 5), (CAPACITY, 16)])
+def test_page_size_and_chunk_change_nothing(page_size, prefill_chunk):
+    """Prompts of every length modulo the page and the chunk. One page for all slots is an unpaged cache."""
+    prompts = [np.random.default_rng(length).integers(0, 32, length).tolist() for length in range(1, 20)]
+    # `coupled`, so that every token of the text depends on the target's logits alone.
+    options = dict(max_new=16, temperature=1.0, seed=list(range(len(prompts))))
+    got = run(TARGET, prompts, page_size=page_size, prefill_chunk=prefill_chunk, **options, **speculative("coupled"))
+    assert got.emitted == run(TARGET, prompts, **options).emitted
+
+
+def test_positions_may_reach_and_pass_the_models_own_limit():
+    """Prompts of 2047, 2048 and 2049 tokens for a model that says 2048; no table of positions may run out silently."""
+    target = tiny(4)
+    assert target.config.max_position_embeddings == 2048
+    prompts = [np.random.default_rng(length).integers(0, 32, length).tolist() for length in (2047, 2048, 2049)]
+    drafter, _ = make_drafter("ngram", 2, target, target, min_n=1)
+    got = run(target, prompts, max_new=6, capacity=2056, page_size=16, prefill_chunk=100, drafter=drafter)
+    logits_BSV = full_logits(target, got.state.tokens_BS)
+    for row, prompt in enumerate(prompts):
+        assert got.emitted[row] == logits_BSV[row, len(prompt) - 1 : len(prompt) + 5].argmax(-1).tolist()
+
+
+# --- Ids that must not come out ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["none", *base.names()])
+def test_ids_beyond_the_valid_ones_are_never_emitted(drafter):
+    """Though they have the largest logits of all, in the target and in the draft model, and the prompts are full of them."""
+    valid = 28
+
+    def loud(model):
+        head_VD = model.params["lm_head_VD"]
+        return Model(model.config, {**model.params, "lm_head_VD": head_VD.at[valid:].multiply(8)})
+
+    target, draft = loud(TARGET), loud(DRAFT)
+    prompts = [[*prompt, 30, 31, 29, 30, 31] for prompt in PROMPTS]
+    options = dict(max_new=16, temperature=[0, 1, 2] * (B // 3), seed=list(range(B)), num_valid_tokens=valid)
+    plain = run(target, prompts, **options)
+    assert (full_logits(target, plain.state.tokens_BS).argmax(-1) >= valid).mean() > 0.5
+    assert max(map(max, plain.emitted)) < valid
+    if drafter != "none":
+        K_drafter, params = make_drafter(drafter, 3, target, draft)
+        got = run(target, prompts, drafter=K_drafter, draft_params=params, **options)
+        assert max(map(max, got.emitted)) < valid
+        assert got.emitted[::3] == plain.emitted[::3]
+
+
+# --- Streams ----------------------------------------------------------------------------------------------------------
+
+
+def constant(law) -> Model:
+    """A Llama whose next token has the same law after every text."""
+    config = LlamaConfig(vocab_size=len(law), hidden_size=2, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1,
+                         head_dim=2)
+    params = jax.tree.map(jnp.zeros_like, llama.init(jax.random.key(0), config))
+    params |= {"embed_VD": jnp.ones_like(params["embed_VD"]), "final_norm_D": jnp.ones(2)}
+    return Model(config, params | {"lm_head_VD": jnp.log(jnp.array(law))[:, None] * jnp.array([1.0, 0.0])})
+
+
+def test_noise_of_drafts_acceptance_and_replacement_is_independent():
+    """The law 10 / 60 / 30 at depth 3 with 131,072 trials. One noise for all three purposes moved it by percents; the
+    bound is five standard deviations, 0.7 percent at most."""
+    trials, law_V = 131_072, np.array([0.1, 0.6, 0.3])
+    target, draft = constant(law_V), constant([0.3, 0.3, 0.4])
+    drafter, params = make_drafter("draft_model", 3, target, draft)
+    got = run(target, [[0]] * trials, drafter=drafter, draft_params=params, max_new=4, temperature=1.0,
+              seed=np.arange(trials), capacity=8)
+    tokens = np.array(got.emitted)
+    for depth in range(4):
+        share_V = np.bincount(tokens[:, depth], minlength=3) / trials
+        assert (np.abs(share_V - law_V) < 5 * np.sqrt(law_V * (1 - law_V) / trials)).all(), (depth, share_V)
+    pairs = np.bincount(tokens[:, 0] * 3 + tokens[:, 1], minlength=9) / trials
+    expected = np.outer(law_V, law_V).ravel()
+    assert (np.abs(pairs - expected) < 5 * np.sqrt(expected * (1 - expected) / trials)).all(), pairs
+
+
+# --- What is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (dict(verify="hope"), "verify must be one of rejection, coupled, got 'hope'"),
+    (dict(page_size=0), "page_size must be at least 1, got 0"),
+    (dict(prefill_chunk=-1), "prefill_chunk must be at least 1, got -1"),
+    (dict(drafter=oracle(0)), "at least 1 token, got num_tokens=0"),
+])  # fmt: skip
+def test_configurations_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(SpecJAXError, match=message):
+        DecodeConfig(TARGET.config, **changes)
+
+
+def test_a_drafter_that_breaks_its_promise_is_named(greedy):
+    short = oracle(5)._replace(num_tokens=4)
+    with pytest.raises(SpecJAXError, match=r"proposed tokens of shape \(12, 5\), not \(12, 4\)"):
+        run(TARGET, PROMPTS, drafter=short, draft_params=oracle_params(greedy))
+
+
+def test_a_state_made_without_jit_can_be_donated(greedy):
+    """No buffer may stand for two of its fields."""
+    config = DecodeConfig(TARGET.config, page_size=4, prefill_chunk=8)
+    old = jax.tree.map(jnp.copy, greedy.state)
+    state = decode.init(TARGET.params, None, config, old.tokens_BS, old.prompt_length_B, old.max_length_B, old.eos_BE,
+                        old.sampling)
+    state = GENERATE(TARGET.params, None, config, state)
+    assert result(state).emitted == greedy.emitted

@@ -1,0 +1,95 @@
+"""Imports flow one way. Read from the source text, so that imports inside functions count too."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDERS = {"specjax.kernels": ROOT / "kernels", "specjax.checkpoints_convert": ROOT / "checkpoints_convert",
+           "specjax": ROOT / "specjax"}
+
+# Lowest first. A module imports from layers below its own; within the last two layers anything goes that is no cycle.
+LAYERS = (
+    ("specjax.errors",),
+    ("specjax.config",),
+    ("specjax.tree", "specjax.sharding"),
+    ("specjax.kv_cache", "specjax.sampling"),
+    ("specjax.llama", "specjax.verify"),
+    ("specjax.drafters",),
+    ("specjax.decode",),
+    ("specjax",),  # generation, checkpoint, tokenizer and whatever else is no part of the core
+    ("specjax.cli",),
+)
+
+
+def sources() -> dict[str, pathlib.Path]:
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = [part for part in path.relative_to(folder).with_suffix("").parts if part != "__init__"]
+            found[".".join([package, *parts])] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def imports(module: str) -> set[str]:
+    """Modules of specjax that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in SOURCES or name in FOLDERS else node.module for name in names}
+    # `from specjax import x` in the package's own __init__ names no module.
+    return {name for name in found if name.split(".")[0] == "specjax" and name != module}
+
+
+def layer(module: str) -> int:
+    # A longer prefix is more specific: specjax.cli.main is in the layer of specjax.cli, not of specjax.
+    matches = [(len(name), i) for i, names in enumerate(LAYERS) for name in names
+               if module == name or module.startswith(name + ".")]
+    return max(matches)[1]
+
+
+def in_package(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_a_module_imports_only_what_lies_below_it(module):
+    for imported in imports(module):
+        if in_package(module, "specjax.kernels"):
+            assert in_package(imported, "specjax.kernels"), f"{module} imports {imported}"
+        elif not in_package(imported, "specjax.kernels"):
+            same_is_fine = layer(module) >= len(LAYERS) - 2 or imported in ("specjax.drafters", "specjax.drafters.base")
+            assert layer(imported) < layer(module) + same_is_fine, f"{module} imports {imported}"
+
+
+def test_there_are_no_import_cycles():
+    finished, path = set(), []
+
+    def visit(module):
+        assert module not in path, " -> ".join([*path[path.index(module):], module])
+        if module not in finished:
+            path.append(module)
+            for imported in imports(module) & SOURCES.keys():
+                visit(imported)
+            path.pop()
+            finished.add(module)
+
+    # A package's __init__ and its modules may name each other.
+    for module in SOURCES:
+        if SOURCES[module].name != "__init__.py":
+            visit(module)
+
+
+def test_the_core_is_seen():
+    """Guards the tests above against looking in the wrong place."""
+    assert {"specjax.errors", "specjax.config", "specjax.kernels.dispatch"} <= SOURCES.keys()
+    assert {"specjax.llama", "specjax.verify", "specjax.drafters.base", "specjax.sampling"} <= imports("specjax.decode")
+    assert "specjax.kernels.paged_attention" in imports("specjax.llama")
