@@ -131,6 +131,8 @@ def generate(
     elif draft is not None or num_speculative_tokens is not None or drafter_options:
         raise SpecJAXError("draft, num_speculative_tokens and drafter_options are for a drafter given by name")
 
+    if isinstance(prompts, str | dict) or not hasattr(prompts, "__len__"):
+        raise SpecJAXError(f"prompts must be a list, if only of one prompt; got {prompts!r}")
     prompt_ids = [encode(target, prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
     if not prompt_ids:
         raise SpecJAXError("there is no prompt")
@@ -140,13 +142,16 @@ def generate(
             raise SpecJAXError(f"prompt {i} has {len(ids)} tokens; it may have at most {limit - 1}, since prompt and "
                                f"output together may have {limit}")
     batch_size = len(prompt_ids)
-    budget_B = per_prompt("max_new_tokens", max_new_tokens, batch_size, int, lambda x: x >= 1, "at least 1")
+    budget_B = per_prompt("max_new_tokens", max_new_tokens, batch_size, int,
+                          lambda x: (x >= 1) & (x < 2**31), "in [1, 2**31)")
     sampling = SamplingParams(
-        temperature_B=per_prompt("temperature", temperature, batch_size, float, lambda x: x >= 0, "at least 0"),
-        top_k_B=per_prompt("top_k", top_k, batch_size, int, lambda x: x >= 0, "at least 0 (0 is off)"),
+        temperature_B=per_prompt("temperature", temperature, batch_size, float,
+                                 lambda x: (x >= 0) & (x < np.inf), "at least 0 and finite"),
+        top_k_B=per_prompt("top_k", top_k, batch_size, int, lambda x: (x >= 0) & (x < 2**31), "in [0, 2**31)"),
         top_p_B=per_prompt("top_p", top_p, batch_size, float, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
         min_p_B=per_prompt("min_p", min_p, batch_size, float, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
-        seed_B=per_prompt("seed", seed, batch_size, int, lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)").astype(np.uint32),
+        seed_B=per_prompt("seed", seed, batch_size, int,
+                          lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)").astype(np.uint32),
     )  # fmt: skip
     length_B = np.array([len(ids) for ids in prompt_ids], np.int32)
     max_length_B = np.minimum(length_B.astype(np.int64) + budget_B, limit).astype(np.int32)
@@ -185,23 +190,32 @@ def encode(model: Model, prompt: Prompt, name: str) -> tuple[int, ...]:
     """Token ids of a prompt. `name` is what errors call it.
 
     Raises:
-      SpecJAXError: an empty prompt, ids outside the vocabulary, or text for a model without tokenizer.
+      SpecJAXError: an empty prompt, ids outside the vocabulary, text for a model without tokenizer, or something else
+        altogether.
     """
+    if isinstance(prompt, bytes | dict) or not hasattr(prompt, "__len__"):
+        raise SpecJAXError(f"{name} must be a text, token ids or the messages of a chat, got {prompt!r}")
     if not len(prompt):
         raise SpecJAXError(f"{name} is empty")
     is_chat = isinstance(prompt[0], dict)
     if (isinstance(prompt, str) or is_chat) and model.tokenizer is None:
         raise SpecJAXError(f"{name} is text, and {model.path} has no tokenizer: give token ids")
-    if is_chat:
-        ids = model.tokenizer.apply_chat_template(prompt)
-    else:
-        ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    if not len(ids):
-        raise SpecJAXError(f"{name} gives no tokens")
-    for token in ids:
-        if not 0 <= token < model.num_valid_tokens:
-            raise SpecJAXError(f"{name} has the token id {token}; ids go from 0 to {model.num_valid_tokens - 1}")
-    return tuple(map(int, ids))
+    if is_chat or isinstance(prompt, str):
+        text = model.tokenizer.render_chat(prompt) if is_chat else prompt
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SpecJAXError(f"{name} is not valid Unicode: {error}") from error
+        prompt = model.tokenizer.encode(text, add_special_tokens=not is_chat)  # a template writes them itself
+        if not prompt:
+            raise SpecJAXError(f"{name} gives no tokens")
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise SpecJAXError(f"{name} must be a text, token ids or the messages of a chat, got {prompt!r}")
+    outside = ids[(ids < 0) | (ids >= model.num_valid_tokens)]
+    if outside.size:
+        raise SpecJAXError(f"{name} has the token id {outside[0]}; ids go from 0 to {model.num_valid_tokens - 1}")
+    return tuple(ids.tolist())
 
 
 def per_prompt(name: str, value, batch_size: int, kind: type, valid: Callable, rule: str) -> np.ndarray:
@@ -211,8 +225,11 @@ def per_prompt(name: str, value, batch_size: int, kind: type, valid: Callable, r
         raise SpecJAXError(f"{name} has {array.size} values for {batch_size} prompts")
     if array.dtype.kind not in ("iu" if kind is int else "iuf"):
         raise SpecJAXError(f"{name} must be {'a whole number' if kind is int else 'a number'}, got {value!r}")
+    if kind is float:  # first, since 1e-50 becomes 0 and 1e50 infinite
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
     if not np.all(valid(array)):
-        raise SpecJAXError(f"{name} must be {rule}, got {array[~valid(array)].flat[0]}")
+        raise SpecJAXError(f"{name} must be {rule}, got {array[~valid(array)].flat[0]!s}")
     return np.broadcast_to(array, (batch_size,)).astype(np.int64 if kind is int else np.float32)
 
 

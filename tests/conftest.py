@@ -7,12 +7,16 @@ import functools
 import os
 from typing import Any, NamedTuple
 
-# Before jax is imported. LLVM's optimiser takes most of the time that a tiny model needs, and changes no HLO.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
-                           + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
-
 import jax
+
+# Before jax makes its backend. Code generation takes most of the time that a tiny model needs; these change no step
+# before it. A flag that XLA does not know ends the process, and the last of them does not exist in all versions.
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+if jax.__version_info__ < (0, 11):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +29,6 @@ from specjax.sampling import SamplingParams
 
 INIT = jax.jit(decode.init, static_argnums=2)
 GENERATE = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
-STEP = jax.jit(decode.step, static_argnums=2)
 
 # One shape for most runs, so that they share compiled programs.
 CAPACITY = 48
@@ -73,7 +76,7 @@ def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=
             top_p=1.0, min_p=0.0, seed=0, capacity: int = CAPACITY, **config):
     """Reads prompts; every keyword but `drafter`, `draft_params` and `capacity` is one value for all rows or a list.
 
-    Returns the arguments of `GENERATE` and `STEP`.
+    Returns the arguments of `GENERATE`.
     """
     B = len(prompts)
     tokens_BS = np.zeros((B, capacity), np.int32)

@@ -25,6 +25,7 @@ def define_flags() -> None:
     """Defines the flags of `specjax bench`."""
     flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
     common.define_drafter_flags(default="ngram")
+    flags.adopt_module_key_flags(common)  # so that they are in the help text, and in the output's "command"
     flags.DEFINE_string("prompts_file", str(demo.PROMPTS), "JSONL file of prompts, as for specjax generate.")
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per prompt.")
     flags.DEFINE_integer("repeats", 5, "Counted runs of everything; figures are medians.")
@@ -46,6 +47,9 @@ def main(argv: list[str]) -> None:
     if FLAGS.output:
         jsonl.refuse_existing(FLAGS.output)
     rows = jsonl.read_prompts(FLAGS.prompts_file)
+    for row in rows:
+        if own := [name for name in jsonl.ROW_OPTIONS if name in row]:
+            raise SpecJAXError(f"{FLAGS.prompts_file}: bench decodes greedily, so that a prompt has no {own[0]!r} here")
     prompts = {row.get("name", f"prompt {i}"): row["prompt"] for i, row in enumerate(rows)}
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
     draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None

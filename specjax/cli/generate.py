@@ -17,6 +17,7 @@ def define_flags() -> None:
     """Defines the flags of `specjax generate`."""
     flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face Llama folder.", required=True)
     common.define_drafter_flags(default="ngram")
+    flags.adopt_module_key_flags(common)  # so that they are in the help text
     flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
     flags.DEFINE_string("prompts_file", None, "JSONL file of prompts: strings, or objects with 'prompt' or 'messages' and,"
                         f" if wanted, a sampling option of their own ({', '.join(jsonl.ROW_OPTIONS)}).")

@@ -21,7 +21,7 @@ def read_prompts(path: str) -> list[dict]:
       SpecJAXError: naming the file and the line.
     """
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")  # JSON strings may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise SpecJAXError(f"cannot read {path}: {error}") from error
     rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -42,6 +42,9 @@ def _row(line: str, where: str) -> dict:
     unknown = sorted(set(row) - set(known))
     if unknown:
         raise SpecJAXError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    for option in ROW_OPTIONS:
+        if option in row and (isinstance(row[option], bool) or not isinstance(row[option], int | float)):
+            raise SpecJAXError(f"{where}: {option!r} must be a number, got {row[option]!r}")
     if "messages" not in row:
         if not isinstance(row["prompt"], str):
             raise SpecJAXError(f"{where}: 'prompt' must be a string")
