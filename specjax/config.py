@@ -83,7 +83,8 @@ class LlamaConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecJAXError(f"{field} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
-            raise SpecJAXError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
+            raise SpecJAXError("num_heads must be a multiple of num_kv_heads, "
+                               f"got {self.num_heads} and {self.num_kv_heads}")
         if self.head_dim % 2:
             raise SpecJAXError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if not self.rms_norm_eps > 0:

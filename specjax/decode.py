@@ -135,11 +135,13 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
         tokens_BS=tokens_BS, length_B=prompt_length_B, prompt_length_B=jnp.copy(prompt_length_B),
         max_length_B=jnp.minimum(max_length_B, S), eos_BE=eos_BE,
         active_B=prompt_length_B < jnp.minimum(max_length_B, S), sampling=sampling, cache=cache, drafter=drafter_state,
-        rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS(), accepted_BS=no_rounds_BS(), emitted_BS=no_rounds_BS(),
+        rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS(), accepted_BS=no_rounds_BS(),
+        emitted_BS=no_rounds_BS(),
     )  # fmt: skip
 
 
-def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState, max_rounds: jax.Array | None = None) -> DecodeState:
+def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState,
+             max_rounds: jax.Array | None = None) -> DecodeState:
     """Runs rounds until every row is done, at most `max_rounds` of them (int32 scalar; None for no limit).
 
     One `lax.while_loop`. Donate `state` when you jit it: the key/value pools are then updated where they are.
@@ -179,8 +181,9 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
                                implementation=cfg.implementation)
         logits_BTV = llama.logits(params, output.hidden_BTD)[..., : cfg.num_valid_tokens]
         target_law_BTV = sampling_lib.probabilities(logits_BTV, state.sampling)
-        verified = verify(cfg.verify, target_law_BTV, drafts_BK[:, :k], count_B, None if law_BKV is None else law_BKV[:, :k],
-                          state.sampling, state.length_B)
+        draft_law_BKV = None if law_BKV is None else law_BKV[:, :k]
+        verified = verify(cfg.verify, target_law_BTV, drafts_BK[:, :k], count_B, draft_law_BKV, state.sampling,
+                          state.length_B)
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
         return output.cache, Verified(pad(verified.tokens_BT), verified.accepted_B), tuple(map(pad, output.taps))
 
@@ -196,7 +199,8 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
 
     # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
     index_T = jnp.arange(K + 1)
-    is_eos_BT = (verified.tokens_BT[..., None] == state.eos_BE[:, None]).any(-1) & (index_T <= verified.accepted_B[:, None])
+    is_eos_BT = (verified.tokens_BT[..., None] == state.eos_BE[:, None]).any(-1)
+    is_eos_BT &= index_T <= verified.accepted_B[:, None]
     stopped_B = is_eos_BT.any(axis=1)
     emitted_B = jnp.where(stopped_B, jnp.argmax(is_eos_BT, axis=1), verified.accepted_B) + 1
     emitted_B = jnp.where(state.active_B, emitted_B, 0)
@@ -229,7 +233,8 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
 def _when(condition, function, carry):
     """`function(*carry)` where the condition holds, `carry` elsewhere; like `lax.cond`, into whose branches and out of
     which XLA copies the key/value pools. A loop of one round or none updates them where they are."""
-    return jax.lax.while_loop(lambda loop: loop[0], lambda loop: (jnp.bool_(False), *function(*loop[1:])), (condition, *carry))[1:]
+    once = lambda loop: (jnp.bool_(False), *function(*loop[1:]))  # noqa: E731
+    return jax.lax.while_loop(lambda loop: loop[0], once, (condition, *carry))[1:]
 
 
 def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Draft, Any]:
@@ -247,5 +252,6 @@ def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Dra
 
     draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context, draw)
     if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
-        raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {(B, cfg.drafter.num_tokens)}")
+        expected = (B, cfg.drafter.num_tokens)
+        raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {expected}")
     return draft, drafter_state

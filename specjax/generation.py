@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
@@ -53,7 +52,8 @@ class Completion:
     @property
     def from_draft(self) -> list[bool]:
         """For each token, whether it was an accepted draft (True) or the target's own (False)."""
-        return [i < accepted for accepted, emitted in zip(self.accepted, self.emitted, strict=True) for i in range(emitted)]
+        rounds = zip(self.accepted, self.emitted, strict=True)
+        return [i < accepted for accepted, emitted in rounds for i in range(emitted)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,8 @@ def generate(
     for row, ids in zip(tokens_BS, prompt_ids, strict=True):
         row[: len(ids)] = ids
 
-    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, prefill_chunk(int(length_B.max())))
+    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size,
+                       prefill_chunk(int(length_B.max())))
     arrays = jax.device_put((tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling))
     start = time.perf_counter()
     state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays))
@@ -290,7 +291,8 @@ def _completions(state: decode.DecodeState, target: Model) -> tuple[Completion, 
     for b in range(len(state.length_B)):
         prompt, end, rounds = state.prompt_length_B[b], state.length_B[b], state.rounds_B[b]
         tokens = tuple(state.tokens_BS[b, prompt:end].tolist())
-        logs = (tuple(table_BS[b, :rounds].tolist()) for table_BS in (state.drafted_BS, state.accepted_BS, state.emitted_BS))
+        tables = (state.drafted_BS, state.accepted_BS, state.emitted_BS)
+        logs = (tuple(table_BS[b, :rounds].tolist()) for table_BS in tables)
         completions.append(Completion(
             tuple(state.tokens_BS[b, :prompt].tolist()), tokens,
             target.tokenizer.decode(tokens) if target.tokenizer else None,

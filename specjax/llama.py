@@ -13,9 +13,11 @@ from specjax.config import LlamaConfig
 from specjax.kernels.paged_attention import paged_attention
 from specjax.kv_cache import PagedKVCache
 
+CPU_FEW_ROWS, CPU_BLOCKS = 32, 4  # see `_matmul`
+
 
 def abstract_params(cfg: LlamaConfig, dtype=jnp.float32):
-    """The parameter pytree of a model as `jax.ShapeDtypeStruct`s: the one place that says what exists and how big it is.
+    """The parameter pytree of a model as `jax.ShapeDtypeStruct`s: the one place that says what exists, and its shape.
 
     Matrices are kept `[out, in]` and everything that reads the same input is fused, so that each weight is read once
     a pass. q, k and v sit together *per kv head* (G query heads, then k, then v): a shard over kv heads is a slice.
@@ -84,7 +86,7 @@ def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, 
       implementation: of attention, see `kernels.dispatch.choose` (static).
     """
     B, T = tokens_BT.shape
-    N, NKV, G, H = cfg.num_heads, cfg.num_kv_heads, cfg.group_size, cfg.head_dim
+    N, G, H = cfg.num_heads, cfg.group_size, cfg.head_dim
     slots_BT = start_B[:, None] + jnp.arange(T)
     page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
     rotation = _rotation(cfg, slots_BT)
@@ -102,7 +104,8 @@ def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, 
         v_pools[i] = kv_cache.write(v_pools[i], page_BT, offset_BT, qkv_BTKGH[..., G + 1, :])
         a_BTNH = paged_attention(q_BTNH, k_pools[i], v_pools[i], cache.block_table_BX, start_B,
                                  implementation=implementation)
-        x_BTD += _linear(a_BTNH.reshape(B, T, N * H), attention["out_DKGH"].reshape(-1, N * H), attention.get("out_bias_D"))
+        out_DI = attention["out_DKGH"].reshape(-1, N * H)
+        x_BTD += _linear(a_BTNH.reshape(B, T, N * H), out_DI, attention.get("out_bias_D"))
 
         h_BTD = _rms_norm(x_BTD, mlp["norm_D"], cfg.rms_norm_eps)
         gate_up_BT2F = _linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
@@ -117,18 +120,37 @@ def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, 
 
 
 def logits(params, hidden_BTD: jax.Array) -> jax.Array:
-    """Next-token logits, float32 `[B, T, V]`, of hidden states from `forward`. The tied embedding is read where it lies."""
+    """Next-token logits, float32 `[B, T, V]`, of hidden states from `forward`. A tied embedding serves as it lies."""
     head_VD = params.get("lm_head_VD", params["embed_VD"])
     return _linear(hidden_BTD, head_VD, dtype=jnp.float32)
 
 
 def _linear(x_BTI, w_OI, bias_O=None, dtype=None):
     """Product over the last axis of both; the weight may have several output axes. Accumulates in float32."""
-    # As a plain matrix: XLA's CPU compiler transposes, that is copies, a weight with several output axes in every step.
-    w = w_OI.reshape(-1, w_OI.shape[-1])
-    y = jax.lax.dot_general(x_BTI, w, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # As plain matrices: XLA's CPU compiler transposes, that is copies, a weight with several output axes in every step.
+    y = _matmul(x_BTI.reshape(-1, x_BTI.shape[-1]), w_OI.reshape(-1, w_OI.shape[-1]))
     y = y.reshape(*x_BTI.shape[:2], *w_OI.shape[:-1])
     return (y if bias_O is None else y + bias_O).astype(dtype or x_BTI.dtype)
+
+
+def _matmul(x_RI, w_OI):
+    """`x @ w.T` in float32, for R rows."""
+    R, (O, I) = x_RI.shape[0], w_OI.shape
+
+    def plain(x_RI, w_OI):
+        return jax.lax.dot_general(x_RI, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def blocked(x_RI, w_OI):
+        w_JOI = w_OI.reshape(CPU_BLOCKS, -1, I)
+        x_JRI = jnp.broadcast_to(x_RI, (CPU_BLOCKS, R, I))
+        y_JOR = jax.lax.dot_general(w_JOI, x_JRI, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        return y_JOR.reshape(O, R).T
+
+    # For a few rows XLA's CPU library would first rearrange the whole weight, which costs more than the product. As a
+    # batch of products with the weight on the left, it reads the weight as it lies.
+    if 2 <= R <= CPU_FEW_ROWS and O % CPU_BLOCKS == 0:
+        return jax.lax.platform_dependent(x_RI, w_OI, cpu=blocked, default=plain)
+    return plain(x_RI, w_OI)
 
 
 def _rms_norm(x_BTD, scale_D, eps: float):

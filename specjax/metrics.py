@@ -38,7 +38,8 @@ class Acceptance:
 def acceptance(completions: Sequence[Completion], num_speculative_tokens: int) -> Acceptance:
     """Statistics of completions that were generated with K = `num_speculative_tokens` (0 without speculation)."""
     drafted, accepted, emitted = (
-        np.array([n for c in completions for n in getattr(c, name)], np.int64) for name in ("drafted", "accepted", "emitted"))
+        np.array([n for c in completions for n in getattr(c, name)], np.int64)
+        for name in ("drafted", "accepted", "emitted"))
     rejected = (accepted < drafted) & (emitted > accepted)  # not so where the last draft emitted ended the sequence
     has_drafts = drafted > 0
     position = np.arange(1, num_speculative_tokens + 1)[:, None]

@@ -32,7 +32,7 @@ class SamplingParams:
     Attributes:
       temperature_B: float32, at least 0; 0 is greedy (the law is one on the first most likely token).
       top_k_B: int32; only tokens at least as likely as the k-th may come; 0 is off.
-      top_p_B: float32 in (0, 1]; the smallest set of most likely tokens with at least this mass (after top-k); 1 is off.
+      top_p_B: float32 in (0, 1]; the fewest most likely tokens with at least this mass (after top-k); 1 is off.
       min_p_B: float32 in [0, 1]; only tokens with at least this share of the largest probability; 0 is off.
       seed_B: uint32.
     """

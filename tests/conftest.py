@@ -1,4 +1,6 @@
-"""Tiny random models, and the ways in which tests drive the decode loop. Everything here runs the product's own code."""
+"""Tiny random models, and the ways in which tests drive the decode loop: always the product's own code."""
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -43,9 +45,9 @@ class Model(NamedTuple):
 
 @functools.cache
 def tiny(seed: int, vocab_size: int = 32, num_layers: int = 1, scale: float = 0.5) -> Model:
-    """A random Llama with grouped queries. Wide weights: its laws are far from flat and its text does not soon repeat."""
-    config = LlamaConfig(vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_layers=num_layers, num_heads=4,
-                         num_kv_heads=2, head_dim=4)
+    """A random Llama with grouped queries. Wide weights: its laws are far from flat, its text varied."""
+    config = LlamaConfig(vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_layers=num_layers,
+                         num_heads=4, num_kv_heads=2, head_dim=4)
     return Model(config, llama.init(jax.random.key(seed), config, scale=scale))
 
 
@@ -101,8 +103,8 @@ def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=
 def result(state: DecodeState) -> Result:
     """The text after the prompts."""
     tokens_BS, start_B, end_B = map(np.asarray, (state.tokens_BS, state.prompt_length_B, state.length_B))
-    return Result([tokens_BS[row, start:end].tolist() for row, (start, end) in enumerate(zip(start_B, end_B, strict=True))],
-                  state)
+    rows = zip(tokens_BS, start_B, end_B, strict=True)
+    return Result([tokens_S[start:end].tolist() for tokens_S, start, end in rows], state)
 
 
 def run(target: Model, prompts, **options) -> Result:
@@ -162,20 +164,21 @@ def oracle(K: int, taps: tuple[int, ...] = ()) -> base.Drafter:
     """
 
     def init(params, prefill):
-        return prefill.length_B, prefill.taps_BSD, jnp.zeros((prefill.tokens_BS.shape[0], prefill.tokens_BS.shape[1]), jnp.int32)
+        return prefill.length_B, prefill.taps_BSD, jnp.zeros(prefill.tokens_BS.shape, jnp.int32)
 
     def propose(params, state, context, draw):
         index_BK = context.length_B[:, None] + jnp.arange(K)
         index_BK = jnp.minimum(index_BK, params.tokens_BS.shape[1] - 1)
         tokens_BK = jnp.take_along_axis(params.tokens_BS, index_BK, axis=1)
-        count_B = jnp.where(jnp.take_along_axis(params.empty_BS, index_BK[:, :1], axis=1)[:, 0], 0, K)
-        return base.Draft(tokens_BK, count_B=count_B), state
+        empty_B1 = jnp.take_along_axis(params.empty_BS, index_BK[:, :1], axis=1)
+        return base.Draft(tokens_BK, count_B=jnp.where(empty_B1[:, 0], 0, K)), state
 
     def update(params, state, context, verified, taps_BTD):
         length_B, taps_BSD, width_BS = state
         row_B1 = jnp.arange(length_B.shape[0])[:, None]
         place_BT = length_B[:, None] - 1 + jnp.arange(K + 1)
-        taps_BSD = tuple(old.at[row_B1, place_BT].set(new, mode="drop") for old, new in zip(taps_BSD, taps_BTD, strict=True))
+        taps_BSD = tuple(old.at[row_B1, place_BT].set(new, mode="drop")
+                         for old, new in zip(taps_BSD, taps_BTD, strict=True))
         if taps:
             width_B = (taps_BTD[0] != 0).any(-1).sum(-1)
             width_BS = width_BS.at[row_B1, length_B[:, None]].set(width_B[:, None], mode="drop")

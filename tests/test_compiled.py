@@ -13,10 +13,10 @@ from specjax.config import LlamaConfig
 from specjax.drafters import base
 
 # Sizes that show: XLA treats tiny matrices otherwise, and no activation is as large as the smallest of the weights.
-TARGET_CONFIG = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2,
-                            head_dim=32)
-DRAFT_CONFIG = LlamaConfig(vocab_size=512, hidden_size=96, intermediate_size=160, num_layers=1, num_heads=2, num_kv_heads=2,
-                           head_dim=48, tie_word_embeddings=True)
+TARGET_CONFIG = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
+                            num_kv_heads=2, head_dim=32)
+DRAFT_CONFIG = LlamaConfig(vocab_size=512, hidden_size=96, intermediate_size=160, num_layers=1, num_heads=2,
+                           num_kv_heads=2, head_dim=48, tie_word_embeddings=True)
 TARGET, DRAFT = (Model(config, llama.init(jax.random.key(i), config, scale=0.2))
                  for i, config in enumerate((TARGET_CONFIG, DRAFT_CONFIG)))
 SMALLEST_WEIGHT = 96 * 96
@@ -32,11 +32,12 @@ def arguments(name, prompts=PROMPTS):
 
 @pytest.fixture(scope="module", params=["none", *base.names()])
 def compiled(request):
-    """The arguments of a call, its program, and its instructions as (name, element type, dimensions, operation)."""
+    """A drafter's name, arguments of a call, its program, and the instructions: (name, type, dimensions, operation)."""
     args = arguments(request.param)
     text = GENERATE.lower(*args).compile().as_text()
     found = re.findall(r"^\s*(?:ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", text, flags=re.MULTILINE)
-    instructions = [(name, kind, tuple(map(int, dims.split(","))) if dims else (), op) for name, kind, dims, op in found]
+    instructions = [(name, kind, tuple(map(int, dims.split(","))) if dims else (), op)
+                    for name, kind, dims, op in found]
     assert len(instructions) > 500 and {"dot", "fusion"} <= {op for *_, op in instructions}
     return request.param, args, text, instructions
 

@@ -6,8 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CAPACITY, GENERATE, Model, OracleParams, full_logits, full_taps, make_drafter, oracle, prepare
-from conftest import result, run, similar, tiny
+from conftest import (
+    CAPACITY,
+    GENERATE,
+    Model,
+    OracleParams,
+    full_logits,
+    full_taps,
+    make_drafter,
+    oracle,
+    prepare,
+    result,
+    run,
+    similar,
+    tiny,
+)
 
 from specjax import decode, kv_cache, llama
 from specjax.config import LlamaConfig
@@ -21,7 +34,8 @@ PROMPTS = [np.random.default_rng(row).integers(0, 32, length).tolist()
            for row, length in enumerate([1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17])]
 # Every row samples in its own way; some are greedy.
 SAMPLING = dict(temperature=[0, 1, 0.7, 0, 1.5, 1, 0.3, 0, 2, 1, 1, 0], top_k=[0, 0, 5, 3, 9, 0, 0, 0, 2, 0, 4, 0],
-                top_p=[1, 1, 1, 0.5, 0.8, 0.9, 1, 1, 1, 1, 0.95, 0.1], min_p=[0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0.2, 0.05, 0],
+                top_p=[1, 1, 1, 0.5, 0.8, 0.9, 1, 1, 1, 1, 0.95, 0.1],
+                min_p=[0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0.2, 0.05, 0],
                 seed=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 2**32 - 1])
 MAX_NEW = [16, 24, 9, 30, 20, 17, 25, 28, 12, 1, 22, 30]
 
@@ -81,7 +95,7 @@ def until_eos(emitted, eos):
 
 
 def test_nothing_is_emitted_past_an_end_of_sequence_token(greedy):
-    """The oracle has whole blocks accepted, so that the end comes at every place in a block, and at the edge of budgets."""
+    """The oracle has whole blocks accepted: the end comes at every place in a block, and at the edge of budgets."""
     eos = [(emitted[row + 1], 31 - emitted[0]) if row % 2 else (99, emitted[row + 1], emitted[-1])
            for row, emitted in enumerate(greedy.emitted)]
     for max_new in (30, [3 + row % 7 for row in range(B)]):
@@ -95,12 +109,13 @@ def test_nothing_is_emitted_past_an_end_of_sequence_token(greedy):
 
 
 def test_a_stop_inside_a_block_that_the_budget_cuts_is_still_a_stop(greedy):
-    """The third token ends the text; the block has six and the budget five: three come out, and the third is the stop."""
+    """The third token ends the text; the block has six, the budget five: three come out, and the third is the stop."""
     row = next(row for row, emitted in enumerate(greedy.emitted) if emitted[2] not in emitted[:2])
     stop = greedy.emitted[row][2]
     got = run(TARGET, PROMPTS, drafter=oracle(5), draft_params=oracle_params(greedy), max_new=5, eos=(stop,))
     assert got.emitted[row] == greedy.emitted[row][:3] and got.emitted[row][-1] == stop
-    assert (int(got.state.rounds_B[row]), int(got.state.accepted_BS[row, 0]), int(got.state.emitted_BS[row, 0])) == (1, 3, 3)
+    counts = (got.state.rounds_B[row], got.state.accepted_BS[row, 0], got.state.emitted_BS[row, 0])
+    assert tuple(map(int, counts)) == (1, 3, 3)
 
 
 def test_a_prompt_that_leaves_no_budget_emits_nothing(greedy):
@@ -218,7 +233,7 @@ def test_both_caches_equal_a_fresh_computation_after_every_round():
     while state.active_B.any():
         row_B, round_B = np.arange(B), np.array(state.rounds_B)
         state = GENERATE(params, draft_params, config, state, jnp.int32(1))
-        rejections += (np.asarray(state.accepted_BS)[row_B, round_B] < np.asarray(state.drafted_BS)[row_B, round_B]).sum()
+        rejections += np.asarray(state.accepted_BS < state.drafted_BS)[row_B, round_B].sum()
         alive = np.asarray(state.active_B)
         length_B = np.asarray(state.length_B)
         last_B2 = np.take_along_axis(np.asarray(state.tokens_BS), np.maximum(length_B[:, None] + [-2, -1], 0), axis=1)
@@ -288,12 +303,12 @@ def test_positions_may_reach_and_pass_the_models_own_limit():
         assert got.emitted[row] == logits_BSV[row, len(prompt) - 1 : len(prompt) + 5].argmax(-1).tolist()
 
 
-# --- Ids that must not come out ---------------------------------------------------------------------------------------
+# --- Ids that must not come out -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafter", ["none", *base.names()])
 def test_ids_beyond_the_valid_ones_are_never_emitted(drafter):
-    """Though they have the largest logits of all, in the target and in the draft model, and the prompts are full of them."""
+    """Though they have the largest logits of all, in target and draft model, and the prompts are full of them."""
     valid = 28
 
     def loud(model):
@@ -313,21 +328,20 @@ def test_ids_beyond_the_valid_ones_are_never_emitted(drafter):
         assert got.emitted[::3] == plain.emitted[::3]
 
 
-# --- Streams ----------------------------------------------------------------------------------------------------------
+# --- Streams --------------------------------------------------------------------------------------------------------
 
 
 def constant(law) -> Model:
     """A Llama whose next token has the same law after every text."""
-    config = LlamaConfig(vocab_size=len(law), hidden_size=2, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1,
-                         head_dim=2)
+    config = LlamaConfig(vocab_size=len(law), hidden_size=2, intermediate_size=1, num_layers=1, num_heads=1,
+                         num_kv_heads=1, head_dim=2)
     params = jax.tree.map(jnp.zeros_like, llama.init(jax.random.key(0), config))
     params |= {"embed_VD": jnp.ones_like(params["embed_VD"]), "final_norm_D": jnp.ones(2)}
     return Model(config, params | {"lm_head_VD": jnp.log(jnp.array(law))[:, None] * jnp.array([1.0, 0.0])})
 
 
 def test_noise_of_drafts_acceptance_and_replacement_is_independent():
-    """The law 10 / 60 / 30 at depth 3 with 131,072 trials. One noise for all three purposes moved it by percents; the
-    bound is five standard deviations, 0.7 percent at most."""
+    """The law 10 / 60 / 30 at depth 3 with 131,072 trials, within five standard deviations: 0.7 percent at most."""
     trials, law_V = 131_072, np.array([0.1, 0.6, 0.3])
     target, draft = constant(law_V), constant([0.3, 0.3, 0.4])
     drafter, params = make_drafter("draft_model", 3, target, draft)
@@ -342,7 +356,7 @@ def test_noise_of_drafts_acceptance_and_replacement_is_independent():
     assert (np.abs(pairs - expected) < 5 * np.sqrt(expected * (1 - expected) / trials)).all(), pairs
 
 
-# --- What is refused ----------------------------------------------------------------------------------------------------
+# --- What is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -1,4 +1,4 @@
-"""What every drafter must keep to: it is found by its name, changes nothing of the text or its law, and compiles once."""
+"""What every drafter must keep to: found by its name, it changes nothing of the text or its law, and compiles once."""
 
 import functools
 import itertools
@@ -24,7 +24,8 @@ PROMPTS = [(np.random.default_rng(row).integers(0, 32, length).tolist() * 3)[:17
 MAX_NEW = [30, 24, 9, 30, 20, 17, 25, 28, 12, 1, 22, 30]
 TEMPERATURE = [0, 1, 0.7, 0, 0.5, 1, 0.3, 0, 2, 1, 0.1, 0]
 SAMPLING = dict(temperature=TEMPERATURE, seed=list(range(B)), top_k=[0, 0, 5, 3, 9, 0, 0, 0, 2, 0, 4, 0],
-                top_p=[1, 1, 1, 0.5, 0.8, 0.9, 1, 1, 1, 1, 0.95, 0.1], min_p=[0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0.2, 0.05, 0])
+                top_p=[1, 1, 1, 0.5, 0.8, 0.9, 1, 1, 1, 1, 0.95, 0.1],
+                min_p=[0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0.2, 0.05, 0])
 
 
 @functools.cache
@@ -54,8 +55,8 @@ class TestEveryDrafter:
     def test_the_text_is_that_of_plain_decoding(self, name, mode, K, page_size):
         """Of greedy rows in both modes; of all rows, however they sample, where drafts are coupled to the target."""
         drafter, params = make_drafter(name, K, TARGET, DRAFT)
-        got = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, verify=mode, page_size=page_size,
-                  **SAMPLING)
+        got = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, verify=mode,
+                  page_size=page_size, **SAMPLING)
         same = [row for row in range(B) if mode == "coupled" or TEMPERATURE[row] == 0]
         assert [got.emitted[row] for row in same] == [plain().emitted[row] for row in same]
         assert [len(emitted) for emitted in got.emitted] == MAX_NEW
@@ -88,9 +89,9 @@ class TestEveryDrafter:
 
     @pytest.mark.parametrize("mode", MODES)
     def test_the_sampled_law_is_the_targets(self, name, mode):
-        """Chi-square over the joint law of three tokens, with and without filters; and nothing outside a filter comes out.
+        """Chi-square over the joint law of three tokens, with and without filters; nothing outside a filter comes out.
 
-        Each part has 20,480 sequences. Leaving q in the residual, for one, gives p-values below 1e-100.
+        Each part has 20,480 sequences..
         """
         V, depth, trials = 5, 3, 20_480
         target, draft = tiny(10, vocab_size=V), tiny(11, vocab_size=V)
@@ -129,7 +130,7 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
     (("ngram", 3, TARGET.config), {"window": 5}, "'ngram' has no option 'window'; it has: min_n, max_n"),
     (("ngram", 3, TARGET.config, DRAFT.config), {}, "'ngram' uses no draft model"),
     (("draft_model", 3, TARGET.config), {}, "'draft_model' needs a draft model"),
-    (("draft_model", 3, TARGET.config, DRAFT.config), {"min_n": 2}, "'draft_model' has no option 'min_n'; it has: none"),
+    (("draft_model", 3, TARGET.config, DRAFT.config), {"min_n": 2}, "'draft_model' has no option 'min_n'"),
 ])  # fmt: skip
 def test_drafters_that_cannot_be_are_refused(arguments, options, message):
     with pytest.raises(SpecJAXError, match=message):

@@ -29,7 +29,8 @@ def test_the_goldens_cover_what_llamas_differ_in():
     configs = [checkpoint.load(GOLDEN / case).config for case in CASES]
     assert {config.rope.rope_type for config in configs} == {"default", "linear", "llama3"}
     for varies in (lambda c: c.num_kv_heads == c.num_heads, lambda c: c.tie_word_embeddings, lambda c: c.attention_bias,
-                   lambda c: c.mlp_bias, lambda c: c.head_dim * c.num_heads == c.hidden_size, lambda c: c.rms_norm_eps > 1e-4):
+                   lambda c: c.mlp_bias, lambda c: c.head_dim * c.num_heads == c.hidden_size,
+                   lambda c: c.rms_norm_eps > 1e-4):
         assert {varies(config) for config in configs} == {True, False}
 
 
@@ -56,8 +57,8 @@ def test_reading_in_pieces_equals_reading_at_once(piece):
     for start in range(0, 24, piece):
         output = FORWARD(model.params, model.config, tokens_BT[:, start : start + piece], jnp.full(3, start), cache)
         cache = output.cache
-        np.testing.assert_allclose(llama.logits(model.params, output.hidden_BTD), expected_BTV[:, start : start + piece],
-                                   atol=2e-5)
+        logits_BTV = llama.logits(model.params, output.hidden_BTD)
+        np.testing.assert_allclose(logits_BTV, expected_BTV[:, start : start + piece], atol=2e-5)
 
 
 def test_prefill_fills_the_cache_as_one_pass_does():
@@ -77,13 +78,15 @@ def test_prefill_fills_the_cache_as_one_pass_does():
     read_BS = np.arange(S) < np.arange(B)[:, None]
     page_BS, offset_BS = (np.asarray(x)[read_BS] for x in kv_cache.locate(caches[0], jnp.tile(jnp.arange(S), (B, 1))))
     for a, b in zip(caches[0].k_pools + caches[0].v_pools, caches[1].k_pools + caches[1].v_pools, strict=True):
-        np.testing.assert_allclose(np.asarray(a)[page_BS, :, offset_BS], np.asarray(b)[page_BS, :, offset_BS], atol=2e-5)
+        a, b = np.asarray(a), np.asarray(b)
+        np.testing.assert_allclose(a[page_BS, :, offset_BS], b[page_BS, :, offset_BS], atol=2e-5)
 
 
 def test_llama3_scaling_keeps_short_waves_divides_long_ones_and_ramps_between():
     rope = RopeConfig(theta=500000.0, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                       original_max_position=8192)
-    shape = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=128)
+    shape = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
+                 head_dim=128)
     plain = llama.rope_frequencies(LlamaConfig(**shape, rope=RopeConfig(theta=500000.0)))
     ratio = plain / llama.rope_frequencies(LlamaConfig(**shape, rope=rope))
     wavelength = 2 * np.pi / plain

@@ -31,8 +31,8 @@ def paged_attention(q_BTNH: jax.Array, k_pool: jax.Array, v_pool: jax.Array, blo
     Raises:
       ValueError: shapes that do not fit together, or an implementation that does not exist.
     """
-    B, T, N, H = q_BTNH.shape
-    P, NKV, Z, _ = k_pool.shape
+    B, _, N, H = q_BTNH.shape
+    NKV = k_pool.shape[1]
     if k_pool.shape != v_pool.shape or k_pool.shape[3] != H or N % NKV:
         raise ValueError(f"queries {q_BTNH.shape} do not fit pools {k_pool.shape} and {v_pool.shape}")
     if block_table_BX.shape[0] != B or start_B.shape != (B,):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 MASKED = -1e30  # finite: a row in which everything is masked must not turn into NaN

@@ -8,11 +8,11 @@ import json
 import platform
 import time
 
+import jax
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-import jax
 from specjax import bench, checkpoint
 from specjax.checkpoints_convert import table as dtypes
 from specjax.cli import common, demo, jsonl
@@ -30,8 +30,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per prompt.")
     flags.DEFINE_integer("repeats", 5, "Counted runs of everything; figures are medians.")
     flags.DEFINE_list("peers", [], f"Other engines to measure in the same run: {', '.join(bench.PEERS)}.")
-    flags.DEFINE_integer("paging_length", 512, "Also compare the paged cache with a contiguous one at this length; 0 is off.")
-    flags.DEFINE_enum("dtype", None, list(dtypes.DTYPES), "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
+    flags.DEFINE_integer("paging_length", 512,
+                         "Also compare the paged cache with a contiguous one at this length; 0 is off.")
+    flags.DEFINE_enum("dtype", None, list(dtypes.DTYPES),
+                      "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
 
 
@@ -67,7 +69,8 @@ def main(argv: list[str]) -> None:
     for row in figures:
         peers = [f"{rate:.1f} ({row.plain / rate:.2f}x)" for rate in row.peers.values()]
         table.add_row(row.name, f"{row.plain:.1f}", f"{row.floor_share:.2f}", f"{row.speculative:.1f}",
-                      f"{row.speculative / row.plain:.2f}x", f"{row.tokens_per_round:.2f}", f"{row.acceptance:.3f}", *peers)
+                      f"{row.speculative / row.plain:.2f}x", f"{row.tokens_per_round:.2f}", f"{row.acceptance:.3f}",
+                      *peers)
     console.print(table)
     print("The floor is the time that reading every weight once takes on this machine."
           + (" In brackets: plain decoding here over plain decoding there." if FLAGS.peers else ""))
@@ -79,8 +82,8 @@ def main(argv: list[str]) -> None:
     if FLAGS.paging_length:
         paged, dense = bench.paging_cost(target, length=FLAGS.paging_length, page_size=FLAGS.page_size,
                                          repeats=10 * FLAGS.repeats)
-        print(f"A step at {FLAGS.paging_length} tokens: {1e3 * paged:.2f} ms with the paged cache, {1e3 * dense:.2f} ms with a "
-              f"contiguous one ({paged / dense - 1:+.1%}).")
+        print(f"A step at {FLAGS.paging_length} tokens: {1e3 * paged:.2f} ms with the paged cache, {1e3 * dense:.2f} "
+              f"ms with a contiguous one ({paged / dense - 1:+.1%}).")
         result["paging"] = {"length": FLAGS.paging_length, "paged_seconds": paged, "contiguous_seconds": dense}
     if FLAGS.output:
         jsonl.write_text(FLAGS.output, json.dumps(result, indent=2) + "\n")

@@ -22,8 +22,10 @@ def define_drafter_flags(default: str) -> None:
     """Flags that say how drafts are made and checked."""
     flags.DEFINE_enum("drafter", default, ["none", *base.names()], "How to guess tokens.")
     flags.DEFINE_string("draft", None, "Draft model, for --drafter=draft_model: a checkpoint or Hugging Face folder.")
-    flags.DEFINE_integer("num_speculative_tokens", None, "K, tokens to guess per round, at least 1 (default: 7 on CPU, else 5).")
-    flags.DEFINE_list("drafter_options", [], "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.")
+    flags.DEFINE_integer("num_speculative_tokens", None,
+                         "K, tokens to guess per round, at least 1 (default: 7 on CPU, else 5).")
+    flags.DEFINE_list("drafter_options", [],
+                      "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.")
     flags.DEFINE_enum("verify", "rejection", MODES, "How drafts are accepted; see the README. Both are lossless.")
     flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.")
 
@@ -101,7 +103,8 @@ def speed_table(title: str, runs: dict[str, list[Generation]], k: int) -> Table:
     """
     table = Table(title=title, title_justify="left", show_edge=False)
     table.add_column("")
-    columns = {name: _figures(batches, 0 if name == "plain" else k, runs.get("plain")) for name, batches in runs.items()}
+    columns = {name: _figures(batches, 0 if name == "plain" else k, runs.get("plain"))
+               for name, batches in runs.items()}
     for name in columns:
         table.add_column(name, justify="right")
     for row in next(reversed(columns.values())):

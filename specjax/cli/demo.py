@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
     for row, plain, speculative in zip(rows, runs["plain"], runs["speculative"], strict=True):
         slow, fast = common.tokens_per_second([plain]), common.tokens_per_second([speculative])
         tokens, rounds = len(speculative.completions[0].tokens), speculative.rounds
-        table.add_row(row["name"], f"{tokens}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}x", f"{tokens / rounds:.2f}")
+        table.add_row(row["name"], f"{tokens}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}x",
+                      f"{tokens / rounds:.2f}")
     console.print(table, end="\n\n")
     console.print(common.speed_table(f"All prompts: prompt lookup (ngram), K = {k}", runs, k), end="\n\n")
     return common.report_equality(runs)

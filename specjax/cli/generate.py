@@ -15,12 +15,13 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """Defines the flags of `specjax generate`."""
-    flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face Llama folder.", required=True)
+    flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face Llama folder.",
+                        required=True)
     common.define_drafter_flags(default="ngram")
     flags.adopt_module_key_flags(common)  # so that they are in the help text
     flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
-    flags.DEFINE_string("prompts_file", None, "JSONL file of prompts: strings, or objects with 'prompt' or 'messages' and,"
-                        f" if wanted, a sampling option of their own ({', '.join(jsonl.ROW_OPTIONS)}).")
+    flags.DEFINE_string("prompts_file", None, "JSONL file of prompts: strings, or objects with 'prompt' or 'messages' "
+                        f"and, if wanted, a sampling option of their own ({', '.join(jsonl.ROW_OPTIONS)}).")
     flags.DEFINE_bool("chat", False, "Wrap each prompt in the model's chat template as a message of the user.")
     flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to generate per prompt.")
     flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
@@ -29,20 +30,23 @@ def define_flags() -> None:
     flags.DEFINE_float("min_p", 0.0, "Sample from tokens with at least this share of the largest probability.")
     flags.DEFINE_integer("seed", 0, "Seed of every prompt; the same seed gives the same text.")
     flags.DEFINE_bool("ignore_eos", False, "Go on after end-of-sequence tokens.")
-    flags.DEFINE_enum("dtype", None, list(table.DTYPES), "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
+    flags.DEFINE_enum("dtype", None, list(table.DTYPES),
+                      "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
     flags.DEFINE_bool("compare", False, "Also decode without speculation, and report both.")
     flags.DEFINE_string("output", None, "JSONL file to write completions to; it must not exist.")
 
 
 def main(argv: list[str]) -> int:
-    """Runs the generation that the flags ask for; returns 1 where --compare finds texts that should be equal and are not."""
+    """Runs the generation that the flags ask for; returns 1 where --compare finds texts that should be equal and are
+    not."""
     del argv
     rows = jsonl.read_prompts(FLAGS.prompts_file) if FLAGS.prompts_file else []
     prompts = [row["prompt"] for row in rows] + FLAGS.prompt
     if not prompts:
         raise SpecJAXError("there is no prompt: give --prompt or --prompts_file")
     if FLAGS.compare and FLAGS.drafter == "none":
-        raise SpecJAXError("--compare compares a drafter with plain decoding; with --drafter=none there is nothing to compare")
+        raise SpecJAXError("--compare compares a drafter with plain decoding; with --drafter=none there is nothing to "
+                           "compare")
     if FLAGS.output:
         jsonl.refuse_existing(FLAGS.output)
     options = {name: [row.get(name, getattr(FLAGS, name)) for row in rows] + [getattr(FLAGS, name)] * len(FLAGS.prompt)
@@ -59,17 +63,20 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     runs = {}
     if FLAGS.compare:
-        runs["plain"] = [generation.generate(target, "none", prompts, verify=FLAGS.verify, page_size=FLAGS.page_size, **options)]
+        runs["plain"] = [generation.generate(target, "none", prompts, verify=FLAGS.verify, page_size=FLAGS.page_size,
+                                             **options)]
     stream = None
     if console.is_terminal and target.tokenizer:
         console.print(common.legend(), end="\n\n")
         stream = common.TextStream(console, target, [jsonl.headline(prompt) for prompt in prompts]).on_tokens
-    result = generation.generate(target, prompts=prompts, on_tokens=stream, **common.drafter_arguments(draft), **options)
+    result = generation.generate(target, prompts=prompts, on_tokens=stream, **common.drafter_arguments(draft),
+                                 **options)
     runs["plain" if FLAGS.drafter == "none" else "speculative"] = [result]
     if not stream:
         for prompt, completion in zip(prompts, result.completions, strict=True):
             print(f"{jsonl.headline(prompt)}\n{completion.tokens if completion.text is None else completion.text}\n")
-    console.print(common.speed_table(f"{FLAGS.drafter}, K = {common.num_speculative_tokens()}", runs, common.num_speculative_tokens()))
+    k = common.num_speculative_tokens()
+    console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, k))
     if FLAGS.output:
         jsonl.write_completions(FLAGS.output, prompts, result)
     return _report_comparison(runs, options["temperature"]) if FLAGS.compare else 0
@@ -78,7 +85,8 @@ def main(argv: list[str]) -> int:
 def _report_comparison(runs, temperatures) -> int:
     """Says what speculation did to speed and text. Returns the exit code."""
     if common.tokens_per_second(runs["speculative"]) < common.tokens_per_second(runs["plain"]):
-        print("Speculation was slower than plain decoding here: try a smaller --num_speculative_tokens, or --drafter=none.")
+        print("Speculation was slower than plain decoding here: try a smaller --num_speculative_tokens, or "
+              "--drafter=none.")
     if FLAGS.verify == "coupled" or not any(temperatures):
         return common.report_equality(runs)
     print("Sampled texts differ with speculation, their law does not. --verify=coupled makes the texts equal, too.")

@@ -76,7 +76,8 @@ def write_completions(path: str, prompts: Sequence[Prompt], generation: Generati
     """One line per prompt."""
     lines = []
     for prompt, c in zip(prompts, generation.completions, strict=True):
-        rounds = [{"drafted": d, "accepted": a, "emitted": e} for d, a, e in zip(c.drafted, c.accepted, c.emitted, strict=True)]
+        rounds = [{"drafted": drafted, "accepted": accepted, "emitted": emitted}
+                  for drafted, accepted, emitted in zip(c.drafted, c.accepted, c.emitted, strict=True)]
         lines.append(json.dumps({"prompt": prompt, "prompt_tokens": c.prompt_tokens, "tokens": c.tokens, "text": c.text,
                                  "finish_reason": c.finish_reason, "rounds": rounds}, ensure_ascii=False))  # fmt: skip
     write_text(path, "\n".join(lines) + "\n")

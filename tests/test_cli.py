@@ -1,0 +1,528 @@
+"""The `specjax` command. Most runs call `main` in this process, so that they share compiled programs."""
+
+import io
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import make_folders
+import numpy as np
+import pytest
+from absl import flags
+from rich.console import Console
+
+import specjax
+from specjax.cli import common, demo, jsonl, main
+from specjax.generation import Completion, Generation
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+CHAT = [{"role": "user", "content": "hello hello"}]
+FLAGS_OF_GENERATE = ("target", "drafter", "draft", "num_speculative_tokens", "drafter_options", "verify", "page_size",
+                     "prompt", "prompts_file", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+                     "seed", "ignore_eos", "dtype", "compare", "output")
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `specjax ARGUMENTS` in this process. Flags are global, so those of the run are removed after it."""
+    monkeypatch.setattr(main, "_configure_jax", lambda: None)  # a test leaves no compilation cache behind
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments) -> Outcome:
+        capsys.readouterr()
+        try:
+            code = main.main(["specjax", *map(str, arguments)])
+        finally:
+            for name in list(flags.FLAGS):
+                if flags.FLAGS.find_module_defining_flag(name).startswith("specjax."):
+                    delattr(flags.FLAGS, name)
+            flags.FLAGS.unparse_flags()
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+def write_model(path, seed=0, **config):
+    """A model whose text soon repeats itself, so that prompt lookup finds something."""
+    config = {"num_hidden_layers": 1} | config
+    arrays = make_folders.tensors(config, seed=seed)
+    arrays["model.layers.0.self_attn.o_proj.weight"] *= 0.02
+    arrays["lm_head.weight"][[*range(4), *range(25, len(arrays["lm_head.weight"]))]] *= 0.2
+    return make_folders.write_folder(path, config, arrays)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "target")
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return specjax.load(folder)
+
+
+def write_lines(path, *lines):
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def write_prompts(path, *rows):
+    return write_lines(path, *(json.dumps(row, ensure_ascii=False) for row in rows))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def check_refused(outcome: Outcome, *parts) -> None:
+    """One line on stderr that names everything in `parts`, exit code 2, and nothing else."""
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    assert outcome.err.startswith("specjax: error: ")
+    assert outcome.err.endswith("\n")
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert "Traceback" not in outcome.err
+    for part in parts:
+        assert str(part) in outcome.err
+
+
+class TestGenerate:
+    """Runs that succeed."""
+
+    def test_text_and_table_go_to_stdout(self, command, folder, target):
+        prompts = ["hello world\nor", "or", "he"]
+        outcome = command("generate", f"--target={folder}", *(f"--prompt={prompt}" for prompt in prompts),
+                          "--max_new_tokens=24")
+        assert (outcome.code, outcome.err) == (0, "")
+        headlines = ["> hello world ...", "> or", "> he"]
+        texts = [c.text for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions]
+        listing = "".join(f"{headline}\n{text}\n\n" for headline, text in zip(headlines, texts, strict=True))
+        assert outcome.out.startswith(listing)
+        table = outcome.out.removeprefix(listing)
+        assert table.startswith("ngram, K = 7")
+        assert re.search(r"^ tokens +\S? *72 $", table, re.MULTILINE), table
+        for row in ("tokens/s", "rounds", "tokens per round", "time per round", "acceptance α",
+                    "accepted at draft position", "E = (1-α^8)/(1-α) predicts"):
+            assert row in table
+        assert "speedup" not in table, "there was nothing to compare with"
+
+    def test_prompts_file_and_output(self, command, folder, target, tmp_path):
+        prompts = write_prompts(
+            tmp_path / "prompts.jsonl", "hello\u2028hello",
+            {"prompt": "or", "temperature": 2.0, "seed": 7, "max_new_tokens": 5, "name": "own options"},
+            {"messages": CHAT, "top_k": 3, "top_p": 0.9, "min_p": 0.01})
+        output = tmp_path / "completions.jsonl"
+        outcome = command("generate", f"--target={folder}", f"--prompts_file={prompts}", f"--output={output}",
+                          "--max_new_tokens=30", "--temperature=1.5", "--seed=3")
+        assert (outcome.code, outcome.err) == (0, "")
+        expected = specjax.generate(
+            target, "ngram", ["hello\u2028hello", "or", CHAT], max_new_tokens=[30, 5, 30], temperature=[1.5, 2.0, 1.5],
+            seed=[3, 7, 3], top_k=[0, 0, 3], top_p=[1.0, 1.0, 0.9], min_p=[0.0, 0.0, 0.01]).completions
+        rows = read_lines(output)
+        assert [row["prompt"] for row in rows] == ["hello\u2028hello", "or", CHAT]
+        for row, completion in zip(rows, expected, strict=True):
+            assert tuple(row["prompt_tokens"]) == completion.prompt_tokens
+            assert tuple(row["tokens"]) == completion.tokens
+            assert (row["text"], row["finish_reason"]) == (completion.text, completion.finish_reason)
+            assert sum(r["emitted"] for r in row["rounds"]) == len(row["tokens"])
+            assert [r["accepted"] for r in row["rounds"]] == list(completion.accepted)
+            assert [r["drafted"] for r in row["rounds"]] == list(completion.drafted)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["completions.jsonl", "prompts.jsonl"]
+
+    def test_compare_finds_greedy_texts_identical(self, command, folder):
+        outcome = command("generate", f"--target={folder}", "--prompt=hello", "--compare", "--max_new_tokens=24")
+        assert (outcome.code, outcome.err) == (0, "")
+        assert "The texts with and without speculation are identical." in outcome.out
+        assert re.search(r"plain .* speculative", outcome.out)
+        assert re.search(r"^ speedup +\S? +\S? +\d+\.\d\dx", outcome.out, re.MULTILINE), outcome.out
+        assert "a round costs, in plain steps" in outcome.out
+
+    def test_compare_of_sampled_texts(self, command, folder):
+        arguments = ("generate", f"--target={folder}", "--prompt=hello", "--compare", "--temperature=2")
+        outcome = command(*arguments)
+        assert outcome.code == 0
+        assert "Sampled texts differ with speculation" in outcome.out
+        assert "identical" not in outcome.out
+        outcome = command(*arguments, "--verify=coupled")
+        assert outcome.code == 0
+        assert "The texts with and without speculation are identical." in outcome.out
+
+    def test_compare_fails_where_texts_differ(self, command, folder, monkeypatch):
+        real = specjax.generation.generate
+
+        def wrong(target, drafter, *args, **kwargs):
+            result = real(target, "ngram", *args, **kwargs)
+            if drafter == "none":
+                return result
+            changed = Completion(**{**vars(result.completions[0]), "tokens": (9,)})
+            return Generation((changed,), result.prefill_seconds, result.decode_seconds, result.rounds)
+
+        monkeypatch.setattr(specjax.generation, "generate", wrong)
+        outcome = command("generate", f"--target={folder}", "--prompt=hello", "--compare")
+        assert outcome.code == 1
+        assert "The texts with and without speculation are NOT identical." in outcome.out
+
+    def test_flagfile(self, command, folder, tmp_path):
+        flagfile = write_lines(tmp_path / "some.flags", "# A comment.", f"--target={folder}", "--prompt=hello",
+                               "--max_new_tokens=4", f"--output={tmp_path / 'out.jsonl'}")
+        assert command("generate", f"--flagfile={flagfile}", "--max_new_tokens=3").code == 0
+        assert [len(row["tokens"]) for row in read_lines(tmp_path / "out.jsonl")] == [3]
+
+    @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.flags")), ids=lambda path: path.name)
+    def test_the_flagfiles_of_the_repository_are_understood(self, command, path, tmp_path):
+        check_refused(command("generate", f"--flagfile={path}", f"--target={tmp_path / 'none'}", "--prompt=a"),
+                      f"{tmp_path / 'none'} does not exist")
+
+    def test_chat(self, command, folder, target, tmp_path):
+        arguments = (f"--target={folder}", "--prompt=hello", "--chat", f"--output={tmp_path / 'out'}")
+        assert command("generate", *arguments).code == 0
+        (row,) = read_lines(tmp_path / "out")
+        messages = [{"role": "user", "content": "hello"}]
+        assert row["prompt_tokens"] == target.tokenizer.apply_chat_template(messages)
+        assert row["prompt"] == messages
+
+    def test_ignore_eos(self, command, tmp_path, folder, target):
+        (first, *_) = specjax.generate(target, "ngram", ["hello"], max_new_tokens=1).completions[0].tokens
+        shutil.copytree(folder, tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": first}))
+        for name, more in (("stop", ()), ("length", ("--ignore_eos",))):
+            assert command("generate", f"--target={tmp_path / 'model'}", "--prompt=hello", "--max_new_tokens=6",
+                           f"--output={tmp_path / name}", *more).code == 0
+            (row,) = read_lines(tmp_path / name)
+            assert (row["finish_reason"], len(row["tokens"])) == (name, 1 if name == "stop" else 6)
+
+    def test_text_needs_a_tokenizer(self, command, tmp_path):
+        make_folders.write_folder(tmp_path / "model", {"num_hidden_layers": 1}, tokenizer=False)
+        outcome = command("generate", f"--target={tmp_path / 'model'}", "--prompt=a")
+        check_refused(outcome, "prompt 0 is text", f"{tmp_path / 'model'} has no tokenizer")
+
+
+def test_convert_generate_export(command, folder, tmp_path):
+    outcome = command("convert", f"--source={folder}", f"--output={tmp_path / 'converted'}")
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"wrote {tmp_path / 'converted'}: ")
+    assert re.search(r": [\d,]+ parameters in float32, [\d.]+ MB, [\d.]+ s\n$", outcome.out)
+    for name, model in (("a", folder), ("b", tmp_path / "converted")):
+        assert command("generate", f"--target={model}", "--prompt=hello", f"--output={tmp_path / name}").code == 0
+    assert read_lines(tmp_path / "a") == read_lines(tmp_path / "b")
+    outcome = command("export", f"--source={tmp_path / 'converted'}", f"--output={tmp_path / 'exported'}")
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"wrote {tmp_path / 'exported'}: ")
+    before, after = make_folders.read_folder(folder), make_folders.read_folder(tmp_path / "exported")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "converted", "exported"]
+
+
+def test_bench(command, folder, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", {"name": "greeting", "prompt": "hello"}, "or")
+    outcome = command("bench", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=20", "--repeats=1",
+                      "--paging_length=20", f"--output={tmp_path / 'out.json'}")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "A step at 20 tokens: " in outcome.out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["name"], row["tokens"]) for row in result["rows"]] == [("greeting", 20), ("prompt 1", 20)]
+    for row in result["rows"]:
+        assert min(row["plain"], row["speculative"], row["floor_share"], row["tokens_per_round"]) > 0
+    assert result["paging"]["length"] == 20
+
+
+def test_demo(command, folder, tmp_path, monkeypatch):
+    rows = {"name": "first", "messages": CHAT}, {"name": "second", "prompt": "or"}
+    path = write_prompts(tmp_path / "prompts.jsonl", *rows)
+    monkeypatch.setattr(demo, "PROMPTS", path)
+    outcome = command("demo", f"--target={folder}", "--max_new_tokens=20")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "The texts with and without speculation are identical." in outcome.out
+    assert outcome.out.index("> hello hello") < outcome.out.index("> or") < outcome.out.index("Prompt by prompt")
+
+
+class TestHelp:
+    """Every command and every flag is described."""
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"], []])
+    def test_the_commands(self, command, arguments):
+        outcome = command(*arguments)
+        assert outcome.code == (0 if arguments else 2)
+        for name in main.COMMANDS:
+            assert re.search(rf"^  {name} +\w", outcome.out, re.MULTILINE)
+
+    @pytest.mark.parametrize(("name", "expected"), [
+        ("generate", FLAGS_OF_GENERATE),
+        ("convert", ("source", "output", "dtype")),
+        ("export", ("source", "output", "dtype")),
+        ("bench", ("target", "drafter", "draft", "num_speculative_tokens", "verify", "prompts_file", "repeats", "peers",
+                   "output")),
+        ("demo", ("target", "max_new_tokens")),
+    ])
+    def test_the_flags(self, command, name, expected):
+        outcome = command(name, "--help")
+        assert (outcome.code, outcome.err) == (0, "")
+        assert outcome.out.startswith(f"specjax {name}: ")
+        described = set(re.findall(r"^  --(?:\[no\])?(\w+):", outcome.out, re.MULTILINE))
+        assert set(expected) <= described
+
+
+class TestBadInput:
+    """One line that names the thing, exit code 2, and no output file."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left(self, tmp_path):
+        yield
+        assert not [path for path in tmp_path.rglob("*") if "incomplete" in path.name or path.name == "new"]
+
+    @pytest.mark.parametrize(("arguments", "parts"), [
+        (["foo"], ["command 'foo' does not exist", "generate, convert, export"]),
+        (["--target=x"], ["command '--target=x' does not exist"]),
+        (["generate", "--target=x", "--foo=1"], ["foo"]),
+        (["generate", "--target=x", "foo"], ["'foo' is not a flag"]),
+        (["generate", "--target=x", "--drafter=foo"], ["--drafter=foo", "none|draft_model|ngram"]),
+        (["generate", "--target=x", "--verify=foo"], ["--verify=foo", "rejection|coupled"]),
+        (["generate", "--target=x", "--dtype=int8"], ["--dtype=int8", "float32"]),
+        (["generate", "--target=x", "--temperature=hot"], ["--temperature=hot"]),
+        (["generate", "--target=x", "--num_speculative_tokens=1.5"], ["--num_speculative_tokens=1.5"]),
+        (["generate", "--prompt=a"], ["--target"]),
+        (["generate", "--flagfile=/does/not/exist"], ["/does/not/exist"]),
+        (["generate", "--target=x"], ["there is no prompt: give --prompt or --prompts_file"]),
+        (["generate", "--target=x", "--prompts_file=/does/not/exist"], ["/does/not/exist"]),
+        (["generate", "--target=/does/not/exist", "--prompt=a"], ["/does/not/exist does not exist"]),
+        (["generate", "--target=x", "--prompt=a", "--compare", "--drafter=none"], ["--compare", "--drafter=none"]),
+        (["generate", "--target=x", "--prompt=a", "--output=/does/not/exist"], ["--output", "/does/not/exist"]),
+        (["convert", "--output=new"], ["--source"]),
+        (["convert", "--source=/does/not/exist", "--output=new"], ["/does/not/exist does not exist"]),
+        (["convert", "--source=x"], ["--output"]),
+        (["export", "--source=/does/not/exist", "--output=new"], ["/does/not/exist does not exist"]),
+        (["bench", "--target=x", "--drafter=none"], ["--drafter=none"]),
+        (["bench", "--target=x", "--repeats=0"], ["--repeats must be at least 1, got 0"]),
+        (["bench", "--target=x", "--max_new_tokens=0"], ["--max_new_tokens must be at least 1, got 0"]),
+        (["demo"], ["--target"]),
+    ])
+    def test_arguments(self, command, arguments, parts, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        check_refused(command(*arguments), *parts)
+
+    @pytest.mark.parametrize(("arguments", "parts"), [
+        (["--num_speculative_tokens=0"], ["speculative tokens must be at least 1, got 0"]),
+        (["--temperature=-1"], ["temperature must be at least 0", "got -1.0"]),
+        (["--top_p=0"], ["top_p must be in (0, 1], got 0.0"]),
+        (["--top_p=1.01"], ["top_p must be in (0, 1], got 1.01"]),
+        (["--top_k=-1"], ["top_k", "got -1"]),
+        (["--min_p=2"], ["min_p must be in [0, 1], got 2.0"]),
+        (["--seed=-1"], ["seed must be in [0, 2**32), got -1"]),
+        (["--max_new_tokens=0"], ["max_new_tokens", "got 0"]),
+        (["--page_size=0"], ["page_size must be at least 1, got 0"]),
+        (["--prompt="], ["prompt 1 is empty"]),
+        (["--prompt=", "--chat"], ["prompt 1 is empty"]),
+        (["--prompt=a\udcff"], ["prompt 1 is not valid Unicode"]),
+        (["--prompt=" + 63 * "a"], ["prompt 1 has 64 tokens; it may have at most 63"]),
+        (["--drafter_options=min_n=9"], ["min_n=9 and max_n=4"]),
+        (["--drafter_options=min_n"], ["--drafter_options: 'min_n' is not of the form name=number"]),
+        (["--drafter_options=foo=1"], ["drafter 'ngram' has no option 'foo'"]),
+        (["--drafter=draft_model"], ["the drafter 'draft_model' needs a draft model"]),
+        (["--drafter=none", "--num_speculative_tokens=2"], ["the drafter 'none' decodes without speculation"]),
+    ])
+    def test_values(self, command, folder, arguments, parts, tmp_path):
+        outcome = command("generate", f"--target={folder}", "--prompt=hello", f"--output={tmp_path / 'new'}",
+                          *arguments)
+        check_refused(outcome, *parts)
+
+    def test_an_output_that_exists(self, command, folder, tmp_path):
+        existing = write_lines(tmp_path / "there", "keep me")
+        for arguments in (["generate", f"--target={folder}", "--prompt=a"], ["bench", f"--target={folder}"],
+                          ["convert", f"--source={folder}"], ["export", f"--source={folder}"]):
+            check_refused(command(*arguments, f"--output={existing}"), existing, "exists")
+        assert existing.read_text() == "keep me\n"
+        (tmp_path / "folder").mkdir()
+        outcome = command("convert", f"--source={folder}", f"--output={tmp_path / 'folder'}")
+        check_refused(outcome, tmp_path / "folder", "exists")
+        assert not any((tmp_path / "folder").iterdir())
+
+    @pytest.mark.parametrize(("line", "reason"), [
+        ('{"prompt": "a"', "not JSON"),
+        ("[]", "must be a string, or an object"),
+        ("3", "must be a string, or an object"),
+        ("{}", "either 'prompt' or 'messages'"),
+        ('{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
+        ('{"prompt": 3}', "'prompt' must be a string"),
+        ('{"messages": []}', "'messages' must be a list of objects with 'role' and 'content'"),
+        ('{"messages": [{"role": "user"}]}', "'messages' must be a list of objects with 'role' and 'content'"),
+        ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature'; known: prompt, messages, name, max_new_tokens"),
+        ('{"prompt": "a", "temperature": [1]}', "'temperature' must be a number, got [1]"),
+        ('{"prompt": "a", "top_k": "3"}', "'top_k' must be a number, got '3'"),
+        ('{"prompt": "a", "seed": true}', "'seed' must be a number, got True"),
+    ])
+    def test_a_broken_line_of_a_prompts_file(self, command, folder, tmp_path, line, reason):
+        path = write_lines(tmp_path / "prompts.jsonl", '"good"', "", line, '"good"')
+        check_refused(command("generate", f"--target={folder}", f"--prompts_file={path}"), f"{path}, line 3: ", reason)
+
+    def test_other_prompts_files(self, command, folder, tmp_path):
+        for content, reason in ((b"", "has no prompts"), (b"\n \n", "has no prompts"), (b'"\xff"', "cannot read")):
+            (tmp_path / "prompts.jsonl").write_bytes(content)
+            outcome = command("generate", f"--target={folder}", f"--prompts_file={tmp_path / 'prompts.jsonl'}")
+            check_refused(outcome, tmp_path / "prompts.jsonl", reason)
+        outcome = command("generate", f"--target={folder}", f"--prompts_file={tmp_path}")
+        check_refused(outcome, f"cannot read {tmp_path}")
+
+    def test_a_value_in_a_prompts_file(self, command, folder, tmp_path):
+        path = write_prompts(tmp_path / "prompts.jsonl", "a", {"prompt": "b", "temperature": -2})
+        outcome = command("generate", f"--target={folder}", f"--prompts_file={path}", f"--output={tmp_path / 'new'}")
+        check_refused(outcome, "temperature", "-2.0")
+
+    def test_bench_would_ignore_options_of_prompts(self, command, folder, tmp_path):
+        path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "b", "temperature": 1})
+        check_refused(command("bench", f"--target={folder}", f"--prompts_file={path}"), path, "'temperature'")
+
+    def test_draft_models_that_do_not_fit(self, command, folder, tmp_path):
+        larger = write_model(tmp_path / "larger", vocab_size=300)
+        arguments = ("generate", f"--target={folder}", "--prompt=a", f"--output={tmp_path / 'new'}",
+                     f"--draft={larger}")
+        check_refused(command(*arguments, "--drafter=draft_model"), "different vocabularies", "target 288, draft 300")
+        check_refused(command(*arguments, "--drafter=none"), "the drafter 'none' decodes without speculation")
+        same = write_model(tmp_path / "same")
+        check_refused(command(*arguments[:-1], f"--draft={same}"), "the drafter 'ngram' uses no draft model")
+
+
+class TestProcess:
+    """The installed command itself."""
+
+    @staticmethod
+    def specjax(*arguments, **environment):
+        script = pathlib.Path(sys.executable).with_name("specjax")
+        inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        return subprocess.run([script, *arguments], capture_output=True, text=True, env=inherited | environment,
+                              timeout=120)
+
+    def test_a_run(self, folder, target, tmp_path):
+        done = self.specjax("generate", f"--target={folder}", "--prompt=hello", "--drafter=none", "--max_new_tokens=5",
+                            XDG_CACHE_HOME=str(tmp_path))
+        assert (done.returncode, done.stderr) == (0, "")
+        text = specjax.generate(target, "none", ["hello"], max_new_tokens=5).completions[0].text
+        assert done.stdout.startswith(f"> hello\n{text}\n\nnone, K = 0")
+        assert any((tmp_path / "specjax" / "xla").iterdir()), "compiled programs were not kept"
+
+    def test_a_refusal(self, folder, tmp_path):
+        done = self.specjax("generate", f"--target={folder}", "--prompt=hello", "--top_p=0",
+                            f"--output={tmp_path / 'new'}", XDG_CACHE_HOME=str(tmp_path))
+        check_refused(Outcome(done.returncode, done.stdout, done.stderr), "top_p must be in (0, 1], got 0.0")
+        assert not (tmp_path / "new").exists()
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), record=True, force_terminal=True, color_system="standard", width=120,
+                   highlight=False)
+
+
+class TestTextStream:
+    """What people see on a terminal."""
+
+    def test_drafts_have_a_colour_of_their_own(self, target):
+        ids = target.tokenizer.encode("hello world", add_special_tokens=False)
+        hello, rest = target.tokenizer.decode(ids[:1]), [target.tokenizer.decode([i]) for i in ids[1:]]
+        console = terminal()
+        stream = common.TextStream(console, target, ["> title"])
+        stream.on_tokens(0, ids[:1], [False], False)
+        assert hello in console.export_text(clear=False), "text is shown as it comes"
+        stream.on_tokens(0, ids[1:], [True] * len(rest), True)
+        green, cyan = "\x1b[32m", "\x1b[36m"
+        shown = console.export_text(styles=True)
+        assert "\x1b[1m> title\x1b[0m" in shown
+        assert f"{cyan}{hello}\x1b[0m" + "".join(f"{green}{text}\x1b[0m" for text in rest) in shown
+
+    def test_texts_come_in_the_order_of_the_prompts(self, target):
+        texts = ["hello world", "a é and 日本", "third"]
+        ids = [target.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        console = terminal()
+        stream = common.TextStream(console, target, ["> one", "> two", "> three"])
+
+        def push(index, start, stop, finished):
+            stream.on_tokens(index, ids[index][start:stop], [start % 2 == 0] * (stop - start), finished)
+
+        push(1, 0, 4, False)  # half a character
+        push(0, 0, 1, False)
+        push(1, 4, len(ids[1]), True)
+        seen = console.export_text(clear=False)
+        assert "hello" in seen
+        assert "two" not in seen
+        assert "and" not in seen
+        push(2, 0, 2, False)
+        push(0, 1, len(ids[0]), True)
+        seen = console.export_text(clear=False)
+        assert "a é and 日本" in seen, "the second was complete when the first ended"
+        assert seen.endswith("> three\nth")
+        push(2, 2, len(ids[2]), True)
+        assert console.export_text() == "> one\nhello world\n\n> two\na é and 日本\n\n> three\nthird\n\n"
+
+    def test_markup_in_a_text_is_shown_as_it_is(self, target):
+        text = "[red]x[/red] [0] :smile:"
+        console = terminal()
+        stream = common.TextStream(console, target, ["> [bold]a"])
+        ids = target.tokenizer.encode(text, add_special_tokens=False)
+        stream.on_tokens(0, ids, [False] * len(ids), True)
+        assert console.export_text() == f"> [bold]a\n{text}\n\n"
+
+    def test_half_a_character_at_the_end_is_not_lost(self, target):
+        ids = target.tokenizer.encode("日", add_special_tokens=False)[:2]
+        console = terminal()
+        common.TextStream(console, target, ["> a"]).on_tokens(0, ids, [False, True], True)
+        assert console.export_text() == f"> a\n{target.tokenizer.decode(ids)}\n\n"
+
+    def test_generate_streams_to_a_terminal(self, command, folder, target, monkeypatch):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        prompts = ["hello hello", "or", "he"]
+        outcome = command("generate", f"--target={folder}", *(f"--prompt={prompt}" for prompt in prompts),
+                          "--max_new_tokens=24")
+        assert outcome.code == 0
+        assert "\x1b[32maccepted drafts\x1b[0m" in outcome.out
+        plain = re.sub(r"\x1b\[[\d;]*m", "", outcome.out)
+        texts = [c.text for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions]
+        assert "".join(f"> {prompt}\n{text}\n\n" for prompt, text in zip(prompts, texts, strict=True)) in plain
+
+
+def test_speed_table():
+    def generation(seconds, *rounds):
+        drafted, accepted, emitted = zip(*rounds, strict=True)
+        count = sum(emitted)
+        return Generation((Completion((1,), (7,) * count, None, "length", drafted, accepted, emitted),), 1.0, seconds,
+                          len(rounds))
+
+    plain = [generation(2.0, *[(0, 0, 1)] * 20)]
+    speculative = [generation(0.5, (3, 3, 4), (3, 1, 2), (3, 0, 1), (0, 0, 1)), generation(0.5, *[(3, 3, 4)] * 3)]
+    console = terminal()
+    console.print(common.speed_table("title", {"plain": plain, "speculative": speculative}, 3))
+    lines = console.export_text().splitlines()
+    assert lines[0].strip() == "title"
+    cells = (re.split(r"  +", line.replace("│", "  ").strip()) for line in lines[2:])
+    rows = {name: values for name, *values in cells}
+    assert rows["tokens"] == ["20", "20"]
+    assert rows["tokens/s"] == ["10.0", "20.0"]
+    assert rows["rounds"] == ["20", "7"]
+    assert rows["tokens per round"] == ["1.00", f"{20 / 7:.2f}"]
+    assert rows["time per round"] == ["100.0 ms", f"{1000 / 7:.1f} ms"]
+    assert rows["rounds with drafts"] == ["6"]
+    alpha = 13 / 15  # thirteen accepted, two rejected
+    assert rows["acceptance α of drafts tested"] == [f"{alpha:.3f}"]
+    assert rows["tokens per round with drafts"] == [f"{19 / 6:.2f}"]
+    assert rows["E = (1-α^4)/(1-α) predicts"] == [f"{(1 - alpha**4) / (1 - alpha):.2f}"]
+    assert rows["accepted at draft position 1, 2, ..."] == ["0.83 0.67 0.67"]
+    assert rows["a round costs, in plain steps"] == [f"{10 / 7:.2f}"]
+    assert rows["speedup"] == ["2.00x"]
+
+
+def test_headlines_are_one_line():
+    assert jsonl.headline("one") == "> one"
+    assert jsonl.headline("\none\ntwo") == "> one ..."
+    assert jsonl.headline("x" * 101) == f"> {'x' * 100} ..."
+    assert jsonl.headline([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "> u"

@@ -1,0 +1,85 @@
+"""A real model, SmolLM2-135M-Instruct: its tokenizer, and its text against Hugging Face transformers.
+
+The goldens and how they were made: tests/golden/make_smollm2_goldens.py.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import specjax
+from specjax import checkpoint
+
+PATH = os.environ.get("SPECJAX_TEST_MODEL")
+pytestmark = pytest.mark.skipif(not PATH, reason="SPECJAX_TEST_MODEL names no converted SmolLM2 (make test sets it)")
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+GREEDY = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
+NUM_TOKENS, NUM_SAMPLED = 48, 16
+
+
+def generate() -> dict:
+    """Completions of the five golden prompts, greedy, and of the first one once more, sampled, in one batch: compiling
+    thirty layers takes longer than running them."""
+    model = specjax.load(PATH)
+    prompts = [row["prompt_ids"] for row in GREEDY] + [GREEDY[0]["prompt_ids"]]
+    results = {}
+    for drafter, verify, budget in (("none", "rejection", NUM_TOKENS), ("ngram", "rejection", NUM_TOKENS),
+                                    ("ngram", "coupled", NUM_SAMPLED)):
+        completions = specjax.generate(
+            model, drafter, prompts, verify=verify, max_new_tokens=[budget] * 5 + [NUM_SAMPLED], eos_ids=(),
+            temperature=[0.0] * 5 + [1.0], seed=11).completions
+        results[f"{drafter}, {verify}"] = [{"tokens": c.tokens, "accepted": c.accepted} for c in completions]
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """`generate` in a process of its own, as users have it: this one compiles quickly at the price of slow programs."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def opened():
+    return checkpoint.open_source(PATH)
+
+
+def test_token_ids_are_those_of_the_models_own_tokenizer(opened):
+    rows = json.loads((GOLDEN / "smollm2_tokens.json").read_text())
+    assert len(rows) == 200
+    different = [row["text"] for row in rows if opened.tokenizer.encode(row["text"]) != row["ids"]]
+    assert not different
+
+
+@pytest.mark.parametrize(("run", "length"), [
+    ("none, rejection", NUM_TOKENS), ("ngram, rejection", NUM_TOKENS), ("ngram, coupled", NUM_SAMPLED)])
+def test_greedy_text_is_that_of_transformers(runs, run, length):
+    assert len(GREEDY) == 5
+    for row, completion in zip(GREEDY, runs[run][:5], strict=True):
+        assert len(row["generated_ids"]) == NUM_TOKENS
+        assert completion["tokens"] == row["generated_ids"][:length], row["name"]
+    most = max(sum(completion["accepted"]) for completion in runs[run][:5])
+    assert most == 0 if run.startswith("none") else most >= length // 2, "prompt lookup found too little"
+
+
+def test_the_models_end_of_sequence_token_ends_its_text(opened, runs):
+    """As a user would see it: `text` of the goldens stops where the model does."""
+    for row, completion in zip(GREEDY, runs["none, rejection"], strict=False):
+        tokens = completion["tokens"]
+        end = next((i for i, token in enumerate(tokens) if token in opened.eos_ids), len(tokens))
+        assert opened.tokenizer.decode(tokens[:end]) == row["text"], row["name"]
+
+
+def test_coupled_text_is_that_of_plain_sampling(runs):
+    plain, coupled = runs["none, rejection"][5], runs["ngram, coupled"][5]
+    assert len(plain["tokens"]) == NUM_SAMPLED
+    assert coupled["tokens"] == plain["tokens"] != runs["none, rejection"][0]["tokens"][:NUM_SAMPLED]
+
+
+if __name__ == "__main__":
+    print(json.dumps(generate()))
