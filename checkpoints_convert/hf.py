@@ -16,7 +16,7 @@ from specjax import tokenizer as tokenizer_lib
 from specjax.checkpoints_convert import table
 from specjax.config import LlamaConfig, RopeConfig
 from specjax.errors import SpecJAXError
-from specjax.files import read_json, write_json
+from specjax.files import parsing, read_json, write_json, writing
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -30,7 +30,7 @@ def open_folder(folder: pathlib.Path) -> table.Opened:
     tokenizer = tokenizer_lib.from_folder(folder)
     dtype = table.widest(info.dtype for info in source.tensors.values())
     return table.Opened(cfg, dtype, functools.partial(table.fused, source, cfg), tokenizer,
-                        read_eos_ids(folder, cfg, tokenizer))
+                        read_eos_ids(folder, tokenizer))
 
 
 def read_config(folder: pathlib.Path) -> LlamaConfig:
@@ -41,16 +41,16 @@ def read_config(folder: pathlib.Path) -> LlamaConfig:
     """
     path = folder / "config.json"
     fields = read_json(path)
-    architectures = fields.get("architectures") or ["LlamaForCausalLM"]
-    if fields.get("model_type") != "llama" or architectures != ["LlamaForCausalLM"]:
-        raise SpecJAXError(f"{path}: architecture {', '.join(map(str, architectures))} (model_type "
-                           f"{fields.get('model_type')!r}) is not supported; supported: LlamaForCausalLM ('llama')")
-    if fields.get("quantization_config"):
-        method = fields["quantization_config"].get("quant_method", "unknown")
-        raise SpecJAXError(f"{path}: quantised weights ({method}) are not supported; use the plain ones or a GGUF")
-    if fields.get("hidden_act", "silu") != "silu":
-        raise SpecJAXError(f"{path}: hidden_act {fields['hidden_act']!r} is not supported; supported: 'silu'")
-    try:
+    with parsing(path):
+        architectures, kind = fields.get("architectures") or ["LlamaForCausalLM"], fields.get("model_type")
+        if kind != "llama" or architectures != ["LlamaForCausalLM"]:
+            raise SpecJAXError(f"architectures {architectures!r} (model_type {kind!r}) is not supported; "
+                               "supported: ['LlamaForCausalLM'] ('llama')")
+        if fields.get("quantization_config"):
+            method = fields["quantization_config"].get("quant_method", "unknown")
+            raise SpecJAXError(f"quantised weights ({method}) are not supported; use the plain ones or a GGUF")
+        if fields.get("hidden_act", "silu") != "silu":
+            raise SpecJAXError(f"hidden_act {fields['hidden_act']!r} is not supported; supported: 'silu'")
         heads = fields["num_attention_heads"]
         return LlamaConfig(
             vocab_size=fields["vocab_size"],
@@ -67,12 +67,6 @@ def read_config(folder: pathlib.Path) -> LlamaConfig:
             attention_bias=bool(fields.get("attention_bias", False)),
             mlp_bias=bool(fields.get("mlp_bias", False)),
         )
-    except KeyError as error:
-        raise SpecJAXError(f"{path}: field {error.args[0]!r} is missing") from error
-    except (TypeError, ZeroDivisionError) as error:
-        raise SpecJAXError(f"{path}: a field has a value of the wrong kind: {error}") from error
-    except SpecJAXError as error:
-        raise SpecJAXError(f"{path}: {error}") from error
 
 
 def _read_rope(fields: dict[str, Any]) -> RopeConfig:
@@ -94,7 +88,7 @@ def _read_rope(fields: dict[str, Any]) -> RopeConfig:
     return RopeConfig(float(theta), str(kind))  # which refuses types it does not know
 
 
-def read_eos_ids(folder: pathlib.Path, cfg: LlamaConfig, tokenizer: tokenizer_lib.Tokenizer | None) -> tuple[int, ...]:
+def read_eos_ids(folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer | None) -> tuple[int, ...]:
     """The union of the ids in config.json, generation_config.json and the tokenizer, sorted."""
     ids = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
     for name in ("config.json", "generation_config.json"):
@@ -103,7 +97,7 @@ def read_eos_ids(folder: pathlib.Path, cfg: LlamaConfig, tokenizer: tokenizer_li
             if not isinstance(id_, int):
                 raise SpecJAXError(f"{folder / name}: eos_token_id must be an integer or a list of them, got {value!r}")
             ids.add(id_)
-    return tuple(sorted(id_ for id_ in ids if 0 <= id_ < cfg.vocab_size))  # some configurations say -1 for "none"
+    return tuple(sorted(ids))
 
 
 class SafetensorsSource:
@@ -136,8 +130,11 @@ class SafetensorsSource:
         return name
 
     def read(self, name: str) -> np.ndarray:
-        with safetensors.safe_open(self._files[name], framework="np") as file:
-            return file.get_tensor(name)
+        try:
+            with safetensors.safe_open(self._files[name], framework="np") as file:
+                return file.get_tensor(name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise SpecJAXError(f"cannot read {self._files[name]}: {error}") from error
 
 
 def _read_index(folder: pathlib.Path) -> dict[str, str]:
@@ -196,7 +193,8 @@ def write_folder(folder: pathlib.Path, opened: table.Opened, dtype: str, progres
         for name, tensor in entry.split(array):
             pending[name] = tensor
             if name == shards[shard][-1]:
-                safetensors.numpy.save_file(pending, folder / files[shard], metadata={"format": "pt"})
+                with writing():
+                    safetensors.numpy.save_file(pending, folder / files[shard], metadata={"format": "pt"})
                 pending.clear()
                 shard += 1
         if progress:
@@ -206,17 +204,16 @@ def write_folder(folder: pathlib.Path, opened: table.Opened, dtype: str, progres
         weight_map = {name: file for names, file in zip(shards, files, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     tokenizer = opened.tokenizer
-    bos = {} if tokenizer is None or tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
-    eos = {"eos_token_id": list(opened.eos_ids)} if opened.eos_ids else {}
-    write_json(folder / "config.json", config_fields(cfg, dtype) | bos | eos)
-    write_json(folder / "generation_config.json", bos | eos)
+    # Null where there is none: transformers would take 1 and 2 for fields that are absent.
+    ids = {"bos_token_id": None if tokenizer is None else tokenizer.bos_id,
+           "eos_token_id": list(opened.eos_ids) or None}
+    write_json(folder / "config.json", config_fields(cfg, dtype) | ids)
+    write_json(folder / "generation_config.json", ids)
     if tokenizer is not None:
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        tokenizer.save(folder)
         write_json(folder / "tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
             "model_max_length": cfg.max_position_embeddings, **tokenizer.special_tokens})
-        if tokenizer.chat_template is not None:
-            (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
 
 
 def config_fields(cfg: LlamaConfig, dtype: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from specjax import tokenizer as tokenizer_lib
 from specjax.checkpoints_convert import table
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
-from specjax.files import read_json, read_text, write_json
+from specjax.files import parsing, read_json, read_text, write_json, writing
 
 FORMAT, VERSION = "specjax", 1
 
@@ -53,15 +53,14 @@ def write_folder(folder: pathlib.Path, opened: table.Opened, dtype: str, progres
         for item, group in itertools.groupby(opened.parameters(dtype), lambda entry: _split(entry[0])[0]):
             arrays = {_split(path)[1]: array for path, array in group}
             done += len(arrays)
-            checkpointer.save((folder / "params" / item).absolute(), flax.traverse_util.unflatten_dict(arrays))
+            with writing():
+                checkpointer.save((folder / "params" / item).absolute(), flax.traverse_util.unflatten_dict(arrays))
             del arrays  # or this layer stays while the next one is read
             if progress:
                 progress(done, total)
     tokenizer = opened.tokenizer
     if tokenizer is not None:
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
-        if tokenizer.chat_template is not None:
-            (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+        tokenizer.save(folder)
     write_json(folder / "config.json", {
         "format": FORMAT, "version": VERSION, "dtype": dtype, "eos_ids": list(opened.eos_ids),
         "special_tokens": {} if tokenizer is None else tokenizer.special_tokens, "model": opened.config.to_dict(),
@@ -71,15 +70,12 @@ def write_folder(folder: pathlib.Path, opened: table.Opened, dtype: str, progres
 def open_folder(folder: pathlib.Path) -> table.Opened:
     """Reverses `write_folder`. Raises SpecJAXError for another version and for missing, surplus or truncated files."""
     fields = read_json(folder / "config.json")
-    version = fields.get("version")
-    if version != VERSION:
-        raise SpecJAXError(f"{folder}: checkpoint version {version!r} is not supported; supported: {VERSION}")
-    try:
+    with parsing(folder / "config.json"):
+        if fields.get("version") != VERSION:
+            raise SpecJAXError(f"checkpoint version {fields.get('version')!r} is not supported; supported: {VERSION}")
         cfg = LlamaConfig.from_dict(fields["model"])
-        dtype, eos_ids, special_tokens = fields["dtype"], tuple(fields["eos_ids"]), fields["special_tokens"]
-        expected_sizes = fields["files"]
-    except KeyError as error:
-        raise SpecJAXError(f"{folder / 'config.json'}: field {error.args[0]!r} is missing") from error
+        dtype, eos_ids = table.dtype_key(fields["dtype"]), tuple(map(int, fields["eos_ids"]))
+        expected_sizes, special_tokens = dict(fields["files"]), dict(fields["special_tokens"])
     # Asked here, where the answer is cheap and clear: an array that is cut short fails deep inside of TensorStore.
     sizes = _file_sizes(folder)
     for name in sorted(sizes.keys() | expected_sizes.keys()):
@@ -97,10 +93,11 @@ def open_folder(folder: pathlib.Path) -> table.Opened:
         raise SpecJAXError(f"{params / item} is {fault}")
     tokenizer = None
     if (folder / "tokenizer.json").exists():
-        template = folder / "chat_template.jinja"
-        tokenizer = tokenizer_lib.Tokenizer(tokenizer_lib.load_backend(folder / "tokenizer.json"), special_tokens,
-                                            read_text(template) if template.exists() else None)
-    return table.Opened(cfg, table.dtype_key(dtype), functools.partial(_read, params, cfg), tokenizer, eos_ids)
+        template, backend = folder / "chat_template.jinja", tokenizer_lib.load_backend(folder / "tokenizer.json")
+        chat_template = read_text(template) if template.exists() else None
+        with parsing(folder / "config.json"):
+            tokenizer = tokenizer_lib.Tokenizer(backend, special_tokens, chat_template)
+    return table.Opened(cfg, dtype, functools.partial(_read, params, cfg), tokenizer, eos_ids)
 
 
 def _read(params: pathlib.Path, cfg: LlamaConfig, dtype: str) -> Iterator[tuple[table.Path, np.ndarray]]:

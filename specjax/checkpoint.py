@@ -46,9 +46,14 @@ class Model:
 def open_source(path: str | os.PathLike) -> table.Opened:
     """Checks a checkpoint of any format by its headers, without reading its data.
 
+    EOS ids outside of the vocabulary are dropped: some configurations say -1 for "none".
     Raises SpecJAXError, naming the file or tensor at fault, for anything that cannot be used.
     """
-    source = pathlib.Path(path)
+    opened = _open(pathlib.Path(path))
+    return opened._replace(eos_ids=tuple(id_ for id_ in opened.eos_ids if 0 <= id_ < opened.config.vocab_size))
+
+
+def _open(source: pathlib.Path) -> table.Opened:
     if source.is_file() and source.suffix == ".gguf":
         return gguf.open_file(source)
     if not source.exists():
@@ -73,7 +78,7 @@ def load(path: str | os.PathLike, *, dtype=None) -> Model:
     Raises:
       SpecJAXError: naming the file, tensor or value at fault. A .gguf file has to be converted first.
     """
-    if pathlib.Path(path).suffix == ".gguf":
+    if pathlib.Path(path).suffix == ".gguf" and pathlib.Path(path).is_file():
         raise SpecJAXError(f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR")
     opened = open_source(path)
     if dtype is None:

@@ -38,8 +38,13 @@ class RopeConfig:
             raise SpecJAXError(f"RoPE type {self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         if not (self.theta > 0 and math.isfinite(self.theta)):
             raise SpecJAXError(f"rope_theta must be positive and finite, got {self.theta}")
-        if not self.factor >= 1:
-            raise SpecJAXError(f"RoPE scaling factor must be at least 1, got {self.factor}")
+        if not 1 <= self.factor < math.inf:
+            raise SpecJAXError(f"RoPE scaling factor must be at least 1 and finite, got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            raise SpecJAXError("RoPE scaling needs 0 < low_freq_factor < high_freq_factor, "
+                               f"got {self.low_freq_factor} and {self.high_freq_factor}")
+        if not self.original_max_position >= 1:
+            raise SpecJAXError(f"RoPE's original_max_position must be at least 1, got {self.original_max_position}")
 
 
 @dataclasses.dataclass(frozen=True)

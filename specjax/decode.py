@@ -42,8 +42,9 @@ class DecodeConfig:
       verify: "rejection" or "coupled", see `verify`.
       num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding); None for all.
       page_size: Z, slots per page of the key/value caches.
-      prefill_chunk: tokens of a prompt that are read at a time.
-      implementation: of the custom operations, see `kernels.dispatch.choose`.
+
+    Raises:
+      SpecJAXError: a value that is none of these.
     """
 
     target: LlamaConfig
@@ -51,15 +52,12 @@ class DecodeConfig:
     verify: str = "rejection"
     num_valid_tokens: int | None = None
     page_size: int = 64
-    prefill_chunk: int = 256
-    implementation: str | None = None
 
     def __post_init__(self):
         if self.verify not in MODES:
             raise SpecJAXError(f"verify must be one of {', '.join(MODES)}, got {self.verify!r}")
-        for field in ("page_size", "prefill_chunk"):
-            if getattr(self, field) < 1:
-                raise SpecJAXError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if not isinstance(self.page_size, int) or self.page_size < 1:
+            raise SpecJAXError(f"page_size must be a whole number of at least 1, got {self.page_size!r}")
         if self.drafter is not None and self.drafter.num_tokens < 1:
             raise SpecJAXError(f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}")
 
@@ -105,8 +103,9 @@ class DecodeState:
 
 
 def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt_length_B: jax.Array,
-         max_length_B: jax.Array, eos_BE: jax.Array, sampling: SamplingParams) -> DecodeState:
-    """Reads the prompts and returns the state from which `generate` starts. May be jitted with `cfg` static.
+         max_length_B: jax.Array, eos_BE: jax.Array, sampling: SamplingParams,
+         prefill_chunk: int = 256) -> DecodeState:
+    """Reads the prompts and returns the state from which `generate` starts.
 
     Args:
       params: the target's parameters, see `llama.abstract_params`.
@@ -117,15 +116,23 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
       max_length_B: int32 most tokens, prompt and output; at most S. A row whose prompt reaches it emits nothing.
       eos_BE: int32 ids that end a row, filled up with -1.
       sampling: see `SamplingParams`.
+      prefill_chunk: tokens of a prompt that are read at a time (static).
+
+    Raises:
+      SpecJAXError: a chunk below 1; or JAX's 64-bit mode, in which the state would not keep its dtypes.
     """
+    if jax.config.jax_enable_x64:
+        raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
+    if prefill_chunk < 1:
+        raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     B, S = tokens_BS.shape
     cache = kv_cache.init(cfg.target, B, S, page_size=cfg.page_size, dtype=params["embed_VD"].dtype)
     taps = cfg.drafter.taps if cfg.drafter else ()
-    cache, taps_BSD = llama.prefill(params, cfg.target, tokens_BS, prompt_length_B - 1, cache, cfg.prefill_chunk,
-                                    taps=taps, implementation=cfg.implementation)
+    cache, taps_BSD = llama.prefill(params, cfg.target, tokens_BS, prompt_length_B - 1, cache, prefill_chunk,
+                                    taps=taps)
     drafter_state = ()
     if cfg.drafter:
-        prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, cfg.page_size, cfg.prefill_chunk)
+        prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, cfg.page_size, prefill_chunk)
         drafter_state = cfg.drafter.init(drafter_params, prefill)
 
     def no_rounds_BS():  # each field has a buffer of its own: the state will be donated
@@ -142,9 +149,22 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
 
 def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState,
              max_rounds: jax.Array | None = None) -> DecodeState:
-    """Runs rounds until every row is done, at most `max_rounds` of them (int32 scalar; None for no limit).
+    """Runs rounds until every row is done, in one `lax.while_loop`.
 
-    One `lax.while_loop`. Donate `state` when you jit it: the key/value pools are then updated where they are.
+    Donate `state` when you jit it: the key/value pools are then updated where they are.
+
+    Args:
+      params: the target's parameters.
+      drafter_params: the drafter's.
+      cfg: the one that `init` had (static).
+      state: from `init`, or from an earlier call that `max_rounds` ended.
+      max_rounds: most rounds to run, int32 scalar; None for no limit. Where a run is cut does not change its result.
+
+    Returns:
+      The state, of the same shapes and dtypes.
+
+    Raises:
+      SpecJAXError: a drafter whose proposal does not have the shape `[B, K]`.
     """
 
     def unfinished(carry):
@@ -160,7 +180,7 @@ def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState,
 
 
 def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
-    """One round: every active row gets between 1 and K + 1 new tokens."""
+    """One round: every active row gets between 1 and K + 1 new tokens. Arguments and errors as for `generate`."""
     B, S = state.tokens_BS.shape
     draft, drafter_state = _propose(drafter_params, cfg, state)
     drafts_BK, law_BKV = draft.tokens_BK, draft.law_BKV
@@ -177,8 +197,7 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
 
     def check(k: int, cache):
         """Runs the target on the pending token and k drafts; the result has the shapes of k = K."""
-        output = llama.forward(params, cfg.target, block_BT[:, : k + 1], state.length_B - 1, cache, taps=taps,
-                               implementation=cfg.implementation)
+        output = llama.forward(params, cfg.target, block_BT[:, : k + 1], state.length_B - 1, cache, taps=taps)
         logits_BTV = llama.logits(params, output.hidden_BTD)[..., : cfg.num_valid_tokens]
         target_law_BTV = sampling_lib.probabilities(logits_BTV, state.sampling)
         draft_law_BKV = None if law_BKV is None else law_BKV[:, :k]

@@ -20,7 +20,8 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Gives a temporary sibling of `output` to write into, and renames it to `output` at the very end.
 
     An exception removes it. A killed process leaves it behind, marked, and `refuse_incomplete` refuses it.
-    Raises SpecJAXError, before anything is written, where `output` exists or its parent is not a folder.
+    Raises SpecJAXError, before anything is written, where `output` exists or its parent is not a folder, and in place
+    of an OSError, which is taken to be of writing.
     """
     final = pathlib.Path(output).absolute()
     refuse_existing(final)
@@ -41,6 +42,32 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
         if isinstance(error, OSError):
             raise SpecJAXError(f"cannot write {output}: {error}") from error
         raise
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Raises OSError in place of what a library raises when it cannot write, for `new_folder` to name the output."""
+    try:
+        yield
+    except Exception as error:  # TensorStore, safetensors and tokenizers have no common one
+        raise OSError(_one_line(error)) from error
+
+
+@contextlib.contextmanager
+def parsing(where: object) -> Iterator[None]:
+    """Raises SpecJAXError, naming the file or folder `where`, in place of what malformed content makes of a parser."""
+    try:
+        yield
+    except SpecJAXError as error:
+        raise SpecJAXError(f"{where}: {error}" if str(where) not in str(error) else str(error)) from error
+    except KeyError as error:
+        raise SpecJAXError(f"{where}: field {error.args[0]!r} is missing") from error
+    except Exception as error:  # tokenizers raises plain Exception
+        raise SpecJAXError(f"{where}: a field has a value of the wrong kind: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def refuse_existing(output: str | os.PathLike) -> None:

@@ -63,7 +63,7 @@ class Generation:
     Attributes:
       completions: one per prompt, in their order.
       prefill_seconds: wall time of reading the prompts, compilation included where there was any.
-      decode_seconds: wall time of the decode loop, compilation not included.
+      decode_seconds: wall time of the decode loop, without compilation and without `on_tokens`.
       rounds: number of rounds of the loop.
     """
 
@@ -128,6 +128,8 @@ def generate(
             raise SpecJAXError(f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none")
         drafter = _named_drafter(drafter, target, draft, num_speculative_tokens, drafter_options or {})
         drafter_params = draft.params if draft else None
+    elif not isinstance(drafter, Drafter):
+        raise SpecJAXError(f"drafter must be a name or a Drafter, got {drafter!r}")
     elif draft is not None or num_speculative_tokens is not None or drafter_options:
         raise SpecJAXError("draft, num_speculative_tokens and drafter_options are for a drafter given by name")
 
@@ -136,7 +138,7 @@ def generate(
     prompt_ids = [encode(target, prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
     if not prompt_ids:
         raise SpecJAXError("there is no prompt")
-    limit = min(model.config.max_position_embeddings for model in (target, draft) if model)
+    limit = target.config.max_position_embeddings  # beyond its own context a draft model only drafts worse
     for i, ids in enumerate(prompt_ids):
         if len(ids) >= limit:
             raise SpecJAXError(f"prompt {i} has {len(ids)} tokens; it may have at most {limit - 1}, since prompt and "
@@ -159,31 +161,34 @@ def generate(
     for row, ids in zip(tokens_BS, prompt_ids, strict=True):
         row[: len(ids)] = ids
 
-    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size,
-                       prefill_chunk(int(length_B.max())))
+    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size)
+    if page_size > tokens_BS.shape[1]:
+        cfg = dataclasses.replace(cfg, page_size=tokens_BS.shape[1])  # one page holds the whole sequence
     arrays = jax.device_put((tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling))
     start = time.perf_counter()
-    state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays))
+    chunk = prefill_chunk(int(length_B.max()))
+    state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays, chunk))
     prefill_seconds = time.perf_counter() - start
     # No rounds: this only compiles, where that has not been done yet.
     state = jax.block_until_ready(_generate(target.params, drafter_params, cfg, state, jax.device_put(np.int32(0))))
 
-    start = time.perf_counter()
+    decode_seconds = 0.0
     rounds_at_once = jax.device_put(np.int32(ROUNDS_PER_CALL if on_tokens else np.iinfo(np.int32).max))
     reported_B = length_B.copy()
     while True:
+        start = time.perf_counter()
         state = _generate(target.params, drafter_params, cfg, state, rounds_at_once)
         done = not jax.device_get(state.active_B).any()
+        decode_seconds += time.perf_counter() - start
         if on_tokens:
             _report(state, reported_B, on_tokens)
         if done:
             break
-    decode_seconds = time.perf_counter() - start
     completions = _completions(state, target)
     return Generation(completions, prefill_seconds, decode_seconds, max(len(c.emitted) for c in completions))
 
 
-_init = jax.jit(decode.init, static_argnums=2)
+_init = jax.jit(decode.init, static_argnums=(2, 8))
 _generate = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
 
 
@@ -261,13 +266,15 @@ def _named_drafter(name: str, target: Model, draft: Model | None, num_speculativ
 
 def _eos_table(target: Model, eos_ids, batch_size: int) -> np.ndarray:
     """int32 `[B, E]`, filled up with -1. E is the same for most models, so that it does not decide what is compiled."""
-    eos_ids = target.eos_ids if eos_ids is None else eos_ids
-    sets = eos_ids if len(eos_ids) and not np.isscalar(eos_ids[0]) else [eos_ids] * batch_size
+    if np.isscalar(eos_ids):
+        raise SpecJAXError(f"eos_ids must be a list of token ids, or one for each prompt; got {eos_ids!r}")
+    eos_ids = list(target.eos_ids if eos_ids is None else eos_ids)
+    sets = eos_ids if eos_ids and not np.isscalar(eos_ids[0]) else [eos_ids] * batch_size
     if len(sets) != batch_size:
         raise SpecJAXError(f"eos_ids has {len(sets)} sets for {batch_size} prompts")
     for token in (token for ids in sets for token in ids):
-        if not 0 <= token < target.config.vocab_size:
-            raise SpecJAXError(f"eos_ids has {token}; ids go from 0 to {target.config.vocab_size - 1}")
+        if not isinstance(token, int | np.integer) or not 0 <= token < target.config.vocab_size:
+            raise SpecJAXError(f"eos_ids has {token!r}; ids go from 0 to {target.config.vocab_size - 1}")
     table_BE = np.full((batch_size, max(MIN_EOS_SLOTS, *map(len, sets))), -1, np.int32)
     for row, ids in zip(table_BE, sets, strict=True):
         row[: len(ids)] = ids

@@ -79,8 +79,8 @@ def reserve(cache: PagedKVCache, slots_B: jax.Array) -> PagedKVCache:
     """Gives each sequence pages for its first `slots_B` slots; those it already has stay where they are.
 
     A sequence that asks for more than X pages gets X. When the free list runs dry, the sequences last in the batch
-    get fewer pages than they asked for (their table keeps P there, and what is written to such slots is dropped);
-    `decode.prefill` refuses at the start a pool for which this could happen.
+    get fewer pages than they asked for (their table keeps P there, and what is written to such slots is dropped).
+    With as many pages as `init` makes by default this cannot happen.
     """
     num_pages = cache.free_P.shape[0]
     max_pages = cache.block_table_BX.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -85,38 +86,45 @@ def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, 
       taps: layers after which to return the residual stream (static); layer 0 is the first.
       implementation: of attention, see `kernels.dispatch.choose` (static).
     """
-    B, T = tokens_BT.shape
-    N, G, H = cfg.num_heads, cfg.group_size, cfg.head_dim
-    slots_BT = start_B[:, None] + jnp.arange(T)
+    slots_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
     page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
     rotation = _rotation(cfg, slots_BT)
     k_pools, v_pools, tapped = list(cache.k_pools), list(cache.v_pools), {}
 
     x_BTD = params["embed_VD"][tokens_BT]
     for i, layer in enumerate(params["layers"]):
-        attention, mlp = layer["attention"], layer["mlp"]
-
-        h_BTD = _rms_norm(x_BTD, attention["norm_D"], cfg.rms_norm_eps)
-        qkv_BTKGH = _linear(h_BTD, attention["qkv_KGHD"], attention.get("qkv_bias_KGH"))
-        q_BTNH = _rotate(qkv_BTKGH[..., :G, :].reshape(B, T, N, H), rotation)
-        k_BTKH = _rotate(qkv_BTKGH[..., G, :], rotation)
-        k_pools[i] = kv_cache.write(k_pools[i], page_BT, offset_BT, k_BTKH)
-        v_pools[i] = kv_cache.write(v_pools[i], page_BT, offset_BT, qkv_BTKGH[..., G + 1, :])
-        a_BTNH = paged_attention(q_BTNH, k_pools[i], v_pools[i], cache.block_table_BX, start_B,
-                                 implementation=implementation)
-        out_DI = attention["out_DKGH"].reshape(-1, N * H)
-        x_BTD += _linear(a_BTNH.reshape(B, T, N * H), out_DI, attention.get("out_bias_D"))
-
-        h_BTD = _rms_norm(x_BTD, mlp["norm_D"], cfg.rms_norm_eps)
-        gate_up_BT2F = _linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
-        h_BTF = jax.nn.silu(gate_up_BT2F[..., 0, :]) * gate_up_BT2F[..., 1, :]
-        x_BTD += _linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D"))
+        x_BTD, k_pools[i], v_pools[i] = _layer(layer, cfg, x_BTD, k_pools[i], v_pools[i], page_BT, offset_BT, rotation,
+                                               cache.block_table_BX, start_B, implementation)
         if i in taps:
             tapped[i] = x_BTD
 
     hidden_BTD = _rms_norm(x_BTD, params["final_norm_D"], cfg.rms_norm_eps)
     cache = cache.replace(k_pools=k_pools, v_pools=v_pools)
     return Output(hidden_BTD, cache, tuple(tapped[i] for i in taps))
+
+
+# Jitted on its own so that it is traced once, not once per layer; XLA inlines it.
+@functools.partial(jax.jit, static_argnums=(1, 10))
+def _layer(layer, cfg: LlamaConfig, x_BTD, k_pool, v_pool, page_BT, offset_BT, rotation, block_table_BX, start_B,
+           implementation: str | None):
+    """One decoder layer: the residual stream after it, and the pools with the new keys and values."""
+    B, T, _ = x_BTD.shape
+    N, G, H = cfg.num_heads, cfg.group_size, cfg.head_dim
+    attention, mlp = layer["attention"], layer["mlp"]
+
+    h_BTD = _rms_norm(x_BTD, attention["norm_D"], cfg.rms_norm_eps)
+    qkv_BTKGH = _linear(h_BTD, attention["qkv_KGHD"], attention.get("qkv_bias_KGH"))
+    q_BTNH = _rotate(qkv_BTKGH[..., :G, :].reshape(B, T, N, H), rotation)
+    k_pool = kv_cache.write(k_pool, page_BT, offset_BT, _rotate(qkv_BTKGH[..., G, :], rotation))
+    v_pool = kv_cache.write(v_pool, page_BT, offset_BT, qkv_BTKGH[..., G + 1, :])
+    a_BTNH = paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, implementation=implementation)
+    out_DI = attention["out_DKGH"].reshape(-1, N * H)
+    x_BTD += _linear(a_BTNH.reshape(B, T, N * H), out_DI, attention.get("out_bias_D"))
+
+    h_BTD = _rms_norm(x_BTD, mlp["norm_D"], cfg.rms_norm_eps)
+    gate_up_BT2F = _linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
+    h_BTF = jax.nn.silu(gate_up_BT2F[..., 0, :]) * gate_up_BT2F[..., 1, :]
+    return x_BTD + _linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D")), k_pool, v_pool
 
 
 def logits(params, hidden_BTD: jax.Array) -> jax.Array:

@@ -23,7 +23,8 @@ class Acceptance:
       rate: α, accepted drafts over drafts that were put to the test. Drafts behind a rejected one, or behind an
         end-of-sequence token, were not. NaN where there was none.
       by_position: for draft position 1 ... K, the share of the rounds that drafted so far in which the draft at that
-        position was accepted; all before it then were, too. NaN for positions that were never drafted.
+        position was accepted; all before it then were, too. Drafts behind an end-of-sequence token do not count. NaN
+        for positions that were never drafted.
     """
 
     num_tokens: int
@@ -41,6 +42,7 @@ def acceptance(completions: Sequence[Completion], num_speculative_tokens: int) -
         np.array([n for c in completions for n in getattr(c, name)], np.int64)
         for name in ("drafted", "accepted", "emitted"))
     rejected = (accepted < drafted) & (emitted > accepted)  # not so where the last draft emitted ended the sequence
+    reached = np.where(emitted > accepted, drafted, accepted)  # what lies behind an end of sequence counts nowhere
     has_drafts = drafted > 0
     position = np.arange(1, num_speculative_tokens + 1)[:, None]
     return Acceptance(
@@ -50,7 +52,7 @@ def acceptance(completions: Sequence[Completion], num_speculative_tokens: int) -
         tokens_per_round=_ratio(emitted.sum(), len(emitted)),
         tokens_per_drafted_round=_ratio(emitted[has_drafts].sum(), has_drafts.sum()),
         rate=_ratio(accepted.sum(), accepted.sum() + rejected.sum()),
-        by_position=tuple(map(_ratio, (accepted >= position).sum(axis=1), (drafted >= position).sum(axis=1))),
+        by_position=tuple(map(_ratio, (accepted >= position).sum(axis=1), (reached >= position).sum(axis=1))),
     )
 
 

@@ -93,7 +93,8 @@ def _threshold(logits_BTV, largest_BT, weigh, sampling: SamplingParams):
         mass_BT = jnp.where(logits_BTV >= kth_BT[..., None], weigh(logits_BTV), 0).sum(axis=-1)
         cumulative_BTn = jnp.cumsum(weigh(top_BTn), axis=-1)
         before_BTn = jnp.pad(cumulative_BTn, ((0, 0), (0, 0), (1, 0)))[..., :-1]
-        kept_BT = (before_BTn < (p_B1 * mass_BT)[..., None]).sum(axis=-1)  # the most likely token always is
+        kept_BT = (before_BTn < (p_B1 * mass_BT)[..., None]).sum(axis=-1)
+        kept_BT = jnp.maximum(kept_BT, 1)  # the most likely token always is, even where p times the mass underflows
         nucleus_BT = jnp.take_along_axis(top_BTn, kept_BT[..., None] - 1, axis=-1)[..., 0]
         nucleus_BT = jnp.where(p_B1 < 1, nucleus_BT, -jnp.inf)
         enough = ((k_B1 <= n) | (k_B1 == V)) & ((p_B1 == 1) | (cumulative_BTn[..., -1] >= p_B1 * mass_BT))

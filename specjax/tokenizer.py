@@ -16,7 +16,7 @@ import jinja2.sandbox
 import tokenizers
 
 from specjax.errors import SpecJAXError
-from specjax.files import read_json, read_text
+from specjax.files import parsing, read_json, read_text, writing
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -34,6 +34,19 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
     chat_template: str | None = None
+
+    def __post_init__(self):
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        for role, text in (self.special_tokens | template).items():
+            if not isinstance(text, str):
+                raise SpecJAXError(f"{role} must be a text, got {text!r}")
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes tokenizer.json and chat_template.jinja, but not `special_tokens`, of which formats differ."""
+        with writing():
+            self.backend.save(str(folder / "tokenizer.json"))
+            if self.chat_template is not None:
+                (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with what the model wants around it (such as a first BOS) unless told otherwise."""
@@ -138,15 +151,18 @@ def from_folder(folder: pathlib.Path) -> Tokenizer | None:
     config, special = (read_json(folder / name) if (folder / name).exists() else {}
                        for name in ("tokenizer_config.json", "special_tokens_map.json"))
     special |= config
-    # A special token is a string, or a dictionary that says how it is matched beside its "content".
-    texts = {name: value["content"] if isinstance(value, dict) else value
-             for name in SPECIAL_NAMES if (value := special.get(name)) is not None}
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    backend = load_backend(path)
+    with parsing(f"{folder}: tokenizer_config.json or special_tokens_map.json"):
+        # A special token is a string, or a dictionary that says how it is matched beside its "content".
+        texts = {name: value["content"] if isinstance(value, dict) else value
+                 for name in SPECIAL_NAMES if (value := special.get(name)) is not None}
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        tokenizer = Tokenizer(backend, texts, template)
     if (folder / "chat_template.jinja").exists():
-        template = read_text(folder / "chat_template.jinja")
-    return Tokenizer(load_backend(path), texts, template)
+        return dataclasses.replace(tokenizer, chat_template=read_text(folder / "chat_template.jinja"))
+    return tokenizer
 
 
 def load_backend(path: pathlib.Path) -> tokenizers.Tokenizer:

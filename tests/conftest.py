@@ -29,7 +29,7 @@ from specjax.drafters import base
 from specjax.errors import SpecJAXError
 from specjax.sampling import SamplingParams
 
-INIT = jax.jit(decode.init, static_argnums=2)
+INIT = jax.jit(decode.init, static_argnums=(2, 8))
 GENERATE = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
 
 # One shape for most runs, so that they share compiled programs.
@@ -94,9 +94,10 @@ def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=
 
     sampling = SamplingParams(rows(temperature, np.float32), rows(top_k, np.int32), rows(top_p, np.float32),
                               rows(min_p, np.float32), rows(seed, np.uint32))
-    config = DecodeConfig(target.config, drafter, **{"page_size": 4, "prefill_chunk": 8, **config})
+    prefill_chunk = config.pop("prefill_chunk", 8)
+    config = DecodeConfig(target.config, drafter, **{"page_size": 4, **config})
     state = INIT(target.params, draft_params, config, jnp.asarray(tokens_BS), jnp.asarray(length_B),
-                 jnp.asarray(length_B + np.asarray(max_new, np.int32)), jnp.asarray(eos_BE), sampling)
+                 jnp.asarray(length_B + np.asarray(max_new, np.int32)), jnp.asarray(eos_BE), sampling, prefill_chunk)
     return target.params, draft_params, config, state
 
 

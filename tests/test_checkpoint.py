@@ -122,8 +122,15 @@ def test_sources_that_are_no_checkpoints(tmp_path):
         with pytest.raises(SpecJAXError, match=words) as caught:
             checkpoint.load(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
-    with pytest.raises(SpecJAXError, match=r"specjax convert --source=model\.gguf"):
-        checkpoint.load("model.gguf")
+    with pytest.raises(SpecJAXError, match="does not exist"):
+        checkpoint.load(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(SpecJAXError, match=r"specjax convert --source=.*model\.gguf"):
+        checkpoint.load(tmp_path / "model.gguf")
+
+
+def test_a_folder_may_be_called_gguf(tmp_path):
+    checkpoint.load(make_folders.write_folder(tmp_path / "t.gguf"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device"), MemoryError])
@@ -139,6 +146,31 @@ def test_an_exception_leaves_nothing(tmp_path, write, error):
     with pytest.raises(SpecJAXError if isinstance(error, OSError) else error):
         write(source, tmp_path / "out", progress=progress)
     assert list(tmp_path.iterdir()) == [source]
+
+
+# What Orbax had under way when the write failed is collected later.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("write", [checkpoint.convert, checkpoint.export])
+def test_a_write_that_fails_names_the_output_and_leaves_nothing(tmp_path, write):
+    resource = pytest.importorskip("resource")
+    source = make_folders.write_folder(tmp_path / "hf")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(SpecJAXError, match=r"cannot write .*/out: ") as caught:
+            write(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("write", [checkpoint.convert, checkpoint.export])
+def test_a_source_that_vanishes_is_not_a_fault_of_the_output(tmp_path, write):
+    source = make_folders.write_folder(tmp_path / "hf", shards=2)
+    with pytest.raises(SpecJAXError, match=r"cannot read .*safetensors"):
+        write(source, tmp_path / "out", progress=lambda done, total: [
+            path.unlink() for path in source.glob("*.safetensors")])
 
 
 KILLED = """
@@ -214,6 +246,9 @@ def test_damaged_checkpoints(ours):
             "embed_VD", "[288, 32]", "[288, 64]")
     refused(lambda path: _edit(path / "config.json", model={"hidden_size": 64}), "configuration")
     refused(lambda path: _edit(path / "config.json", version=99), "version 99")
+    for field, value in (("files", 3), ("eos_ids", ["x"]), ("special_tokens", 3), ("special_tokens", {"eos_token": 3}),
+                         ("dtype", "int8"), ("model", 3)):
+        refused(lambda path, fields={field: value}: _edit(path / "config.json", **fields), "config.json")
     refused(lambda path: (path / "config.json").write_text("{"), "config.json", "JSON")
     refused(lambda path: (path / "config.json").unlink(), "no config.json")
 

@@ -322,7 +322,7 @@ class TestBadInput:
         (["--min_p=2"], ["min_p must be in [0, 1], got 2.0"]),
         (["--seed=-1"], ["seed must be in [0, 2**32), got -1"]),
         (["--max_new_tokens=0"], ["max_new_tokens", "got 0"]),
-        (["--page_size=0"], ["page_size must be at least 1, got 0"]),
+        (["--page_size=0"], ["page_size must be a whole number of at least 1, got 0"]),
         (["--prompt="], ["prompt 1 is empty"]),
         (["--prompt=", "--chat"], ["prompt 1 is empty"]),
         (["--prompt=a\udcff"], ["prompt 1 is not valid Unicode"]),
@@ -444,7 +444,7 @@ class TestTextStream:
         texts = ["hello world", "a é and 日本", "third"]
         ids = [target.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         console = terminal()
-        stream = common.TextStream(console, target, ["> one", "> two", "> three"])
+        stream = common.TextStream(console, target, ["> one", "> two", "> three"], legend=False)
 
         def push(index, start, stop, finished):
             stream.on_tokens(index, ids[index][start:stop], [start % 2 == 0] * (stop - start), finished)
@@ -464,10 +464,18 @@ class TestTextStream:
         push(2, 2, len(ids[2]), True)
         assert console.export_text() == "> one\nhello world\n\n> two\na é and 日本\n\n> three\nthird\n\n"
 
+    def test_nothing_is_printed_before_there_are_tokens(self, target):
+        """An option that cannot be used is then refused on a clean screen."""
+        console = terminal()
+        stream = common.TextStream(console, target, ["> a"])
+        assert console.export_text(clear=False) == ""
+        stream.on_tokens(0, target.tokenizer.encode("b", add_special_tokens=False), [True], True)
+        assert console.export_text() == "accepted drafts  the target's own tokens\n\n> a\nb\n\n"
+
     def test_markup_in_a_text_is_shown_as_it_is(self, target):
         text = "[red]x[/red] [0] :smile:"
         console = terminal()
-        stream = common.TextStream(console, target, ["> [bold]a"])
+        stream = common.TextStream(console, target, ["> [bold]a"], legend=False)
         ids = target.tokenizer.encode(text, add_special_tokens=False)
         stream.on_tokens(0, ids, [False] * len(ids), True)
         assert console.export_text() == f"> [bold]a\n{text}\n\n"
@@ -475,7 +483,7 @@ class TestTextStream:
     def test_half_a_character_at_the_end_is_not_lost(self, target):
         ids = target.tokenizer.encode("日", add_special_tokens=False)[:2]
         console = terminal()
-        common.TextStream(console, target, ["> a"]).on_tokens(0, ids, [False, True], True)
+        common.TextStream(console, target, ["> a"], legend=False).on_tokens(0, ids, [False, True], True)
         assert console.export_text() == f"> a\n{target.tokenizer.decode(ids)}\n\n"
 
     def test_generate_streams_to_a_terminal(self, command, folder, target, monkeypatch):

@@ -361,13 +361,22 @@ def test_noise_of_drafts_acceptance_and_replacement_is_independent():
 
 @pytest.mark.parametrize(("changes", "message"), [
     (dict(verify="hope"), "verify must be one of rejection, coupled, got 'hope'"),
-    (dict(page_size=0), "page_size must be at least 1, got 0"),
-    (dict(prefill_chunk=-1), "prefill_chunk must be at least 1, got -1"),
+    (dict(page_size=0), "page_size must be a whole number of at least 1, got 0"),
     (dict(drafter=oracle(0)), "at least 1 token, got num_tokens=0"),
 ])  # fmt: skip
 def test_configurations_that_cannot_be_are_refused(changes, message):
     with pytest.raises(SpecJAXError, match=message):
         DecodeConfig(TARGET.config, **changes)
+
+
+def test_a_prefill_chunk_below_one_is_refused():
+    with pytest.raises(SpecJAXError, match="prefill_chunk must be at least 1, got -1"):
+        run(TARGET, PROMPTS, prefill_chunk=-1)
+
+
+def test_64_bit_mode_is_refused():
+    with jax.enable_x64(True), pytest.raises(SpecJAXError, match="jax_enable_x64 is on"):
+        run(TARGET, PROMPTS)
 
 
 def test_a_drafter_that_breaks_its_promise_is_named(greedy):
@@ -378,7 +387,7 @@ def test_a_drafter_that_breaks_its_promise_is_named(greedy):
 
 def test_a_state_made_without_jit_can_be_donated(greedy):
     """No buffer may stand for two of its fields."""
-    config = DecodeConfig(TARGET.config, page_size=4, prefill_chunk=8)
+    config = DecodeConfig(TARGET.config, page_size=4)
     old = jax.tree.map(jnp.copy, greedy.state)
     state = decode.init(TARGET.params, None, config, old.tokens_BS, old.prompt_length_B, old.max_length_B, old.eos_BE,
                         old.sampling)

@@ -187,10 +187,10 @@ class TestContextLimit:
         with pytest.raises(SpecJAXError, match=message):
             specjax.generate(target, "ngram", [[1], [9] * length])
 
-    def test_the_draft_models_limit_counts(self, target, draft, tmp_path):
-        small = dataclasses.replace(draft, config=dataclasses.replace(draft.config, max_position_embeddings=32))
-        with pytest.raises(SpecJAXError, match="prompt 0 has 32 tokens; it may have at most 31"):
-            specjax.generate(target, prompts=[[9] * 32], draft=small, **DRAFT_MODEL)
+    def test_a_draft_model_of_shorter_context_changes_nothing(self, target, draft, plain):
+        small = dataclasses.replace(draft, config=dataclasses.replace(draft.config, max_position_embeddings=8))
+        result = specjax.generate(target, prompts=PROMPTS, draft=small, max_new_tokens=40, eos_ids=(), **DRAFT_MODEL)
+        assert tokens(result) == [c.tokens for c in plain]
 
     def test_2047_2048_and_2049_tokens(self, tmp_path):
         model = load(tmp_path / "model", max_position_embeddings=2048)
@@ -239,6 +239,15 @@ def test_a_second_call_compiles_nothing(target):
     assert not compiled
     assert [c.prompt_tokens for c in result.completions] == [
         generation.encode(target, prompt, "") for prompt in OTHER_PROMPTS]
+
+
+def test_the_length_of_a_prompt_decides_nothing_in_the_loop(target):
+    """Prompts are read in chunks of a size that follows their length; the loop has nothing to do with it."""
+    specjax.generate(target, "ngram", [[9] * 10], max_new_tokens=5)
+    before = generation._generate._cache_size()
+    specjax.generate(target, "ngram", [[9] * 50], max_new_tokens=5)
+    assert generation.prefill_chunk(10) != generation.prefill_chunk(50)
+    assert generation._generate._cache_size() == before
 
 
 def test_a_model_without_tokenizer_takes_and_gives_ids(target, plain):
@@ -294,14 +303,14 @@ GOOD = {"prompts": ["hello"], "drafter": "ngram"}
     ({"eos_ids": [288]}, "eos_ids has 288; ids go from 0 to 287"),
     ({"eos_ids": [[1], [-1]], "prompts": ["a", "b"]}, "eos_ids has -1; ids go from 0 to 287"),
     ({"eos_ids": [[1], [2]]}, "eos_ids has 2 sets for 1 prompts"),
-    ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    ({"page_size": 0}, "page_size must be a whole number of at least 1, got 0"),
     # drafters
     ({"drafter": "foo"}, "drafter 'foo' does not exist; there is: none, "),
     ({"drafter": "base"}, "drafter 'base' does not exist"),
     ({"verify": "foo"}, "verify must be one of rejection, coupled, got 'foo'"),
     ({"num_speculative_tokens": 0}, "the number of speculative tokens must be at least 1, got 0"),
     ({"drafter_options": {"n": 2}}, "drafter 'ngram' has no option 'n'; it has: min_n, max_n"),
-    ({"drafter_options": {"min_n": 0}}, "the drafter 'ngram' needs 1 <= min_n <= max_n, got min_n=0 and max_n=4"),
+    ({"drafter_options": {"min_n": 0}}, "the drafter 'ngram' needs 1 <= min_n <= max_n <= 64, got min_n=0 and max_n=4"),
     ({"drafter_params": 1}, "drafter_params is for a Drafter of your own; the drafter 'ngram' takes none"),
     ({"drafter": "draft_model"}, "the drafter 'draft_model' needs a draft model, and none was given"),
     ({"drafter": "none", "num_speculative_tokens": 2}, "the drafter 'none' decodes without speculation"),

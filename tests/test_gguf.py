@@ -186,6 +186,11 @@ def test_bad_files(tmp_path):
     bad(name, "[16, 32]", "[32, 32]", tensors=tensors | {name: tensors[name][:16]})
     bad("'unigram'", tokenizer=byte_level_tokenizer() | {"model": "unigram"})
     bad("'deepseek-coder'", "smollm", tokenizer=byte_level_tokenizer() | {"pre": "deepseek-coder"})
+    bad("wrong kind", tokenizer=byte_level_tokenizer() | {"token_type": [3, 3]})
+    bad("wrong kind", tokenizer=byte_level_tokenizer() | {"merges": ["ab"]})
+    bad("num_heads", "many", keys={"attention.head_count": "many"})
+    bad("wrong kind", keys={"attention.head_count": 0, "attention.key_length": None, "rope.dimension_count": None})
+    bad("chat_template", tokenizer=byte_level_tokenizer() | {"chat_template": 3})
     for keep in (0, 100, 5000, -500):
         path = write(tmp_path / f"cut{keep}.gguf", tensors)
         path.write_bytes(path.read_bytes()[:keep])
@@ -204,6 +209,13 @@ def test_without_the_gguf_package(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SpecJAXError, match=r"pip install 'specjax\[gguf\]'"):
         checkpoint.convert(path, tmp_path / "out")
+
+
+def test_special_ids_outside_of_the_vocabulary_are_dropped(tmp_path):
+    path = write(tmp_path / "model.gguf", gguf_tensors(make_folders.tensors(CONFIG)),
+                 tokenizer=byte_level_tokenizer() | {"eos_token_id": 2**32 - 1})
+    opened = checkpoint.open_source(path)
+    assert (opened.eos_ids, opened.tokenizer.eos_id) == ((3,), None)
 
 
 def test_byte_level_tokenizer(tmp_path):

@@ -112,6 +112,14 @@ def test_optional_fields(tmp_path):
     ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "missing"]),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["missing"]),
     ({"eos_token_id": "two"}, ["eos_token_id", "two"]),
+    ({"architectures": "LlamaForCausalLM"}, ["'LlamaForCausalLM'"]),
+    ({"quantization_config": "x"}, ["wrong kind"]),
+    ({"rope_parameters": "linear"}, ["wrong kind"]),
+    ({"rope_theta": "abc"}, ["wrong kind", "abc"]),
+    ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, ["factor", "finite"]),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ["low_freq_factor"]),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 0.0}}, ["low_freq_factor"]),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}}, ["original_max"]),
 ])
 def test_configurations_that_are_refused(tmp_path, config, words):
     arrays = make_folders.tensors({})
@@ -222,6 +230,16 @@ def test_eos_is_a_union(tmp_path):
     assert checkpoint.load(folder).eos_ids == (11,)
     (folder / "generation_config.json").unlink()
     assert checkpoint.load(folder).eos_ids == ()
+    # Fields that are absent would be 1 and 2 to transformers.
+    checkpoint.export(folder, tmp_path / "back")
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((tmp_path / "back" / name).read_text())
+        assert (fields["bos_token_id"], fields["eos_token_id"]) == (None, None)
+
+
+def test_eos_ids_outside_of_the_vocabulary_are_dropped(tmp_path):
+    folder = make_folders.write_folder(tmp_path / "hf", {"eos_token_id": [-1, 7, 288]})
+    assert checkpoint.open_source(folder).eos_ids == (1, 7)
 
 
 def test_dtypes_of_loaded_parameters(tmp_path):

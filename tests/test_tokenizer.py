@@ -108,6 +108,15 @@ def test_named_templates(tmp_path):
     assert tokenizer_lib.from_folder(tmp_path).render_chat([]) == "d"
 
 
+@pytest.mark.parametrize("config", [
+    {"eos_token": {"x": 1}}, {"eos_token": 5}, {"chat_template": [{"x": 1}]}, {"chat_template": ["x"]},
+    {"chat_template": {"x": 1}}])
+def test_malformed_tokenizer_config(tmp_path, config):
+    make_folders.write_tokenizer(tmp_path, **config)
+    with pytest.raises(SpecJAXError, match=r"tokenizer_config\.json"):
+        tokenizer_lib.from_folder(tmp_path)
+
+
 def test_folders_without_tokenizer_json(tmp_path):
     assert tokenizer_lib.from_folder(tmp_path) is None
     (tmp_path / "tokenizer.model").touch()

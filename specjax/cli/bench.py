@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 import platform
 import time
 
@@ -46,6 +47,8 @@ def main(argv: list[str]) -> None:
     for name in ("repeats", "max_new_tokens"):
         if getattr(FLAGS, name) < 1:
             raise SpecJAXError(f"--{name} must be at least 1, got {getattr(FLAGS, name)}")
+    if FLAGS.paging_length < 0:
+        raise SpecJAXError(f"--paging_length must be at least 0, got {FLAGS.paging_length}")
     if FLAGS.output:
         jsonl.refuse_existing(FLAGS.output)
     rows = jsonl.read_prompts(FLAGS.prompts_file)
@@ -53,6 +56,8 @@ def main(argv: list[str]) -> None:
         if own := [name for name in jsonl.ROW_OPTIONS if name in row]:
             raise SpecJAXError(f"{FLAGS.prompts_file}: bench decodes greedily, so that a prompt has no {own[0]!r} here")
     prompts = {row.get("name", f"prompt {i}"): row["prompt"] for i, row in enumerate(rows)}
+    if len(prompts) < len(rows):
+        raise SpecJAXError(f"{FLAGS.prompts_file}: two prompts have the same name")
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
     draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None
 
@@ -69,12 +74,12 @@ def main(argv: list[str]) -> None:
     for row in figures:
         peers = [f"{rate:.1f} ({row.plain / rate:.2f}x)" for rate in row.peers.values()]
         table.add_row(row.name, f"{row.plain:.1f}", f"{row.floor_share:.2f}", f"{row.speculative:.1f}",
-                      f"{row.speculative / row.plain:.2f}x", f"{row.tokens_per_round:.2f}", f"{row.acceptance:.3f}",
-                      *peers)
+                      f"{row.speculative / row.plain:.2f}x", f"{row.tokens_per_round:.2f}",
+                      common.number(row.acceptance, 3), *peers)
     console.print(table)
-    print("The floor is the time that reading every weight once takes on this machine."
+    print("The floor is the time that reading as many bytes as the weights have takes on this machine."
           + (" In brackets: plain decoding here over plain decoding there." if FLAGS.peers else ""))
-    print(f"First token {first:.1f} s after start, loading the model included.")
+    print(f"First token {first:.1f} s after the model began to load.")
     result = {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(__name__) if flag.present],
               "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
               "python": platform.python_version(), "device": str(jax.devices()[0].device_kind),
@@ -86,4 +91,13 @@ def main(argv: list[str]) -> None:
               f"ms with a contiguous one ({paged / dense - 1:+.1%}).")
         result["paging"] = {"length": FLAGS.paging_length, "paged_seconds": paged, "contiguous_seconds": dense}
     if FLAGS.output:
-        jsonl.write_text(FLAGS.output, json.dumps(result, indent=2) + "\n")
+        jsonl.write_text(FLAGS.output, json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value):
+    """The same with None for NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -57,16 +59,15 @@ def _options(items: list[str]) -> dict[str, int]:
 class TextStream:
     """Prints completions as they grow, in the order of the prompts: the first unfinished one live, the rest after it.
 
-    Accepted drafts have one colour and the target's own tokens another.
+    Accepted drafts have one colour and the target's own tokens another; a first line says which.
     """
 
-    def __init__(self, console: Console, model: Model, headers: list[str]):
-        self._console, self._headers = console, headers
+    def __init__(self, console: Console, model: Model, headers: list[str], legend: bool = True):
+        self._console, self._headers, self._legend = console, headers, legend
         self._decoders = [model.tokenizer.stream() for _ in headers]
         self._pieces: list[list[tuple[str, str]]] = [[] for _ in headers]
         self._finished = [False] * len(headers)
-        self._current = 0
-        self._begin()
+        self._current = -1  # nothing is printed before the first tokens come
 
     def on_tokens(self, index: int, tokens: list[int], from_draft: list[bool], finished: bool) -> None:
         """Callback for `generation.generate`."""
@@ -76,6 +77,10 @@ class TextStream:
         if finished:
             self._pieces[index].append((self._decoders[index].flush(), OWN_STYLE))
         self._finished[index] = finished
+        if self._current < 0:
+            if self._legend:
+                self._console.print(legend(), end="\n\n")
+            self._next()
         while self._current < len(self._headers):
             for text, style in self._pieces[self._current]:
                 self._console.print(Text(text, style), end="", soft_wrap=True)
@@ -83,10 +88,10 @@ class TextStream:
             if not self._finished[self._current]:
                 return
             self._console.print("\n")
-            self._current += 1
-            self._begin()
+            self._next()
 
-    def _begin(self) -> None:
+    def _next(self) -> None:
+        self._current += 1
         if self._current < len(self._headers):
             self._console.print(Text(self._headers[self._current], "bold"))
 
@@ -137,10 +142,10 @@ def _figures(batches: list[Generation], k: int, plain: list[Generation] | None) 
     expected = metrics.expected_tokens(stats.rate, k)
     figures |= {
         "rounds with drafts": f"{stats.rounds_with_drafts}",
-        "acceptance α of drafts tested": f"{stats.rate:.3f}",
-        "tokens per round with drafts": f"{stats.tokens_per_drafted_round:.2f}",
-        f"  E = (1-α^{k + 1})/(1-α) predicts": f"{expected:.2f}",
-        "accepted at draft position 1, 2, ...": " ".join(f"{share:.2f}" for share in stats.by_position),
+        "acceptance α of drafts tested": number(stats.rate, 3),
+        "tokens per round with drafts": number(stats.tokens_per_drafted_round),
+        f"  E = (1-α^{k + 1})/(1-α) predicts": number(expected),
+        "accepted at draft position 1, 2, ...": " ".join(map(number, stats.by_position)),
     }
     if plain:
         cost = milliseconds_per_round(batches) / milliseconds_per_round(plain)
@@ -149,6 +154,11 @@ def _figures(batches: list[Generation], k: int, plain: list[Generation] | None) 
             "speedup": f"{tokens_per_second(batches) / tokens_per_second(plain):.2f}x",
         }
     return figures
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A figure for a table; a dash where there is none."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def report_equality(runs: dict[str, list[Generation]]) -> int:

@@ -28,12 +28,12 @@ def main(argv: list[str]) -> int:
     target = checkpoint.load(FLAGS.target)
     k = generation.default_num_speculative_tokens()
     rows = jsonl.read_prompts(str(PROMPTS))
-    console.print("Greedy decoding, one prompt at a time.", common.legend(), end="\n\n")
+    console.print("Greedy decoding, one prompt at a time. Colours:", common.legend(), end="\n\n")
     runs = {"plain": [], "speculative": []}
     for row in rows:
         arguments = dict(prompts=[row["prompt"]], max_new_tokens=FLAGS.max_new_tokens)
         runs["plain"].append(generation.generate(target, "none", **arguments))
-        stream = common.TextStream(console, target, [jsonl.headline(row["prompt"])])
+        stream = common.TextStream(console, target, [jsonl.headline(row["prompt"])], legend=False)
         runs["speculative"].append(generation.generate(target, "ngram", num_speculative_tokens=k,
                                                        on_tokens=stream.on_tokens, **arguments))
 

@@ -58,27 +58,23 @@ def main(argv: list[str]) -> int:
 
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
     draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None
-    for i, prompt in enumerate(prompts):  # before anything is compiled or printed
-        generation.encode(target, prompt, f"prompt {i}")
     console = Console(highlight=False)
-    runs = {}
-    if FLAGS.compare:
-        runs["plain"] = [generation.generate(target, "none", prompts, verify=FLAGS.verify, page_size=FLAGS.page_size,
-                                             **options)]
     stream = None
     if console.is_terminal and target.tokenizer:
-        console.print(common.legend(), end="\n\n")
         stream = common.TextStream(console, target, [jsonl.headline(prompt) for prompt in prompts]).on_tokens
     result = generation.generate(target, prompts=prompts, on_tokens=stream, **common.drafter_arguments(draft),
                                  **options)
-    runs["plain" if FLAGS.drafter == "none" else "speculative"] = [result]
+    runs = {"plain" if FLAGS.drafter == "none" else "speculative": [result]}
+    if FLAGS.output:
+        jsonl.write_completions(FLAGS.output, prompts, result)
     if not stream:
         for prompt, completion in zip(prompts, result.completions, strict=True):
             print(f"{jsonl.headline(prompt)}\n{completion.tokens if completion.text is None else completion.text}\n")
+    if FLAGS.compare:
+        plain = generation.generate(target, "none", prompts, verify=FLAGS.verify, page_size=FLAGS.page_size, **options)
+        runs = {"plain": [plain], **runs}
     k = common.num_speculative_tokens()
     console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, k))
-    if FLAGS.output:
-        jsonl.write_completions(FLAGS.output, prompts, result)
     return _report_comparison(runs, options["temperature"]) if FLAGS.compare else 0
 
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from specjax import files
 from specjax.errors import SpecJAXError
 from specjax.generation import Generation, Prompt
 
@@ -20,10 +21,7 @@ def read_prompts(path: str) -> list[dict]:
     Raises:
       SpecJAXError: naming the file and the line.
     """
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")  # JSON strings may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecJAXError(f"cannot read {path}: {error}") from error
+    lines = files.read_text(pathlib.Path(path)).split("\n")  # JSON strings may hold other line ends
     rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise SpecJAXError(f"{path} has no prompts")
@@ -33,7 +31,7 @@ def read_prompts(path: str) -> list[dict]:
 def _row(line: str, where: str) -> dict:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecJAXError(f"{where}: not JSON: {error}") from error
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
@@ -42,6 +40,8 @@ def _row(line: str, where: str) -> dict:
     unknown = sorted(set(row) - set(known))
     if unknown:
         raise SpecJAXError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    if not isinstance(row.get("name", ""), str):
+        raise SpecJAXError(f"{where}: 'name' must be a string")
     for option in ROW_OPTIONS:
         if option in row and (isinstance(row[option], bool) or not isinstance(row[option], int | float)):
             raise SpecJAXError(f"{where}: {option!r} must be a number, got {row[option]!r}")
@@ -66,7 +66,7 @@ def headline(prompt: Prompt) -> str:
 
 def refuse_existing(path: str) -> None:
     """Raises SpecJAXError where `path` exists already, or its folder does not."""
-    if os.path.exists(path):
+    if os.path.lexists(path):
         raise SpecJAXError(f"--output: {path} exists already")
     if not pathlib.Path(path).absolute().parent.is_dir():
         raise SpecJAXError(f"--output: the folder of {path} does not exist")
@@ -89,6 +89,6 @@ def write_text(path: str, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         partial.rename(path)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         partial.unlink(missing_ok=True)
         raise SpecJAXError(f"cannot write {path}: {error}") from error

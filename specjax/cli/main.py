@@ -7,8 +7,9 @@ import os
 import pathlib
 import sys
 
-from absl import flags
+from absl import flags, logging
 
+import specjax
 from specjax.errors import SpecJAXError
 
 COMMANDS = ("generate", "convert", "export", "bench", "demo")
@@ -17,6 +18,7 @@ USAGE_ERROR = 2
 
 def run() -> None:
     """Entry point of the console script."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     sys.exit(main(sys.argv))
 
 
@@ -28,11 +30,14 @@ def main(argv: list[str]) -> int:
             print(f"  {name:10}{_module(name).__doc__.splitlines()[0].partition(': ')[2]}")
         print("\nspecjax <command> --help shows the flags; --flagfile=FILE reads flags from a file.")
         return 0 if len(argv) > 1 else USAGE_ERROR
+    if argv[1] == "--version":
+        print(f"specjax {specjax.__version__}")
+        return 0
     if argv[1] not in COMMANDS:
         return _complain(f"command {argv[1]!r} does not exist; there is: {', '.join(COMMANDS)}")
     command = _module(argv[1])
     command.define_flags()
-    if any(arg.lstrip("-") in ("help", "helpshort") for arg in argv[2:] if arg.startswith("-")):
+    if any(arg.lstrip("-") in ("h", "help", "helpshort") for arg in argv[2:] if arg.startswith("-")):
         print(command.__doc__.strip() + "\n")
         print(flags.FLAGS.module_help(command.__name__))
         return 0
@@ -44,6 +49,9 @@ def main(argv: list[str]) -> int:
         return command.main(argv[1:]) or 0
     except (SpecJAXError, flags.Error) as error:
         return _complain(str(error))
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -61,6 +69,7 @@ def _configure_jax() -> None:
     """Keeps compiled programs from one run to the next, unless the user has chosen a place for them already."""
     import jax
 
+    logging.set_verbosity(logging.FATAL)  # what goes wrong is said once, by us, not by a library's threads as well
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "specjax" / "xla"))

@@ -118,12 +118,16 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Lla
     """
     if name not in names():
         raise SpecJAXError(f"drafter {name!r} does not exist; there is: none, {', '.join(names())}")
+    if not isinstance(num_speculative_tokens, int):
+        raise SpecJAXError(f"the number of speculative tokens must be a whole number, got {num_speculative_tokens!r}")
     if num_speculative_tokens < 1:
         raise SpecJAXError(f"the number of speculative tokens must be at least 1, got {num_speculative_tokens}"
                            " (the drafter 'none' decodes without speculation)")
     factory = importlib.import_module(f"{drafters.__name__}.{name}").make
     known = list(inspect.signature(factory).parameters)[3:]
-    for option in options:
+    for option, value in options.items():
         if option not in known:
             raise SpecJAXError(f"drafter {name!r} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+        if not isinstance(value, int | float | str):
+            raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be a number or a text, got {value!r}")
     return factory(num_speculative_tokens, target, draft, **options)

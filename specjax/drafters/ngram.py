@@ -13,6 +13,8 @@ from specjax.config import LlamaConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.errors import SpecJAXError
 
+MAX_N = 64  # each step of the comparison is compiled on its own
+
 
 @functools.lru_cache
 def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None, *, min_n: int = 2,
@@ -23,10 +25,11 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | 
     tokens follow it, the text repeats itself with that period, and the guess goes on repeating it.
 
     Raises:
-      SpecJAXError: unless 1 <= min_n <= max_n; or a draft model was named.
+      SpecJAXError: unless 1 <= min_n <= max_n <= 64; or a draft model was named.
     """
-    if not 1 <= min_n <= max_n:
-        raise SpecJAXError(f"the drafter 'ngram' needs 1 <= min_n <= max_n, got min_n={min_n} and max_n={max_n}")
+    if not 1 <= min_n <= max_n <= MAX_N:
+        raise SpecJAXError(f"the drafter 'ngram' needs 1 <= min_n <= max_n <= {MAX_N}, "
+                           f"got min_n={min_n} and max_n={max_n}")
     if draft is not None:
         raise SpecJAXError("the drafter 'ngram' uses no draft model, but one was given")
 
