@@ -107,9 +107,14 @@ def paging_cost(target: Model, *, length: int, page_size: int, repeats: int) -> 
         state = decode.init(target.params, None, cfg, tokens_BS, jnp.array([length]), jnp.array([slots]),
                             jnp.array([[-1]]), sampling)
         # As functions of its own, so that nothing compiled for the one is taken for the other.
-        step = jax.jit(lambda params, state: decode.step(params, None, cfg, state))
-        jax.block_until_ready(step(target.params, state))
-        return lambda: step(target.params, state)
+        step = jax.jit(lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1)
+        carry = [step(target.params, state)]
+
+        def again():
+            carry[0] = step(target.params, carry[0])
+            return carry[0]
+
+        return again
 
     paged = prepare(page_size)
     with mock.patch.object(llama, "paged_attention", contiguous):

@@ -18,7 +18,7 @@ PROMPTS = importlib.resources.files("specjax") / "data" / "demo_prompts.jsonl"
 def define_flags() -> None:
     """Defines the flags of `specjax demo`."""
     flags.DEFINE_string("target", None, "A chat model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
-    flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to generate per prompt.")
+    flags.DEFINE_integer("max_new_tokens", 112, "Most tokens to generate per prompt.")
 
 
 def main(argv: list[str]) -> int:
