@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
     table = Table(title=f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {common.num_speculative_tokens()}",
                   title_justify="left", show_edge=False)
     table.add_column("prompt")
-    columns = ("plain", "of the floor", "speculative", "speedup", "tokens per round", "α", *FLAGS.peers)
+    columns = ("plain", "of floor", "drafts", "speedup", "tokens/round", "α", *FLAGS.peers)
     for column in columns:
         table.add_column(column, justify="right")
     for row in figures:

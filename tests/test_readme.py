@@ -1,0 +1,28 @@
+"""The README's Python runs as it stands, on a small model in place of the real one."""
+
+import pathlib
+import re
+
+import make_folders
+
+import specjax
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+
+
+def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    model = specjax.load(make_folders.write_folder(tmp_path / "model", {"num_hidden_layers": 1}))
+    monkeypatch.setattr(specjax, "load", lambda path: model)
+    names = {}
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), names)
+    assert "drafts accepted" in capsys.readouterr().out
+    drafter = blocks[2].split("def similar")[1].split("result =")[0].strip()
+    assert len(drafter.splitlines()) < 30, "the README promises a drafter in fewer lines"
+
+
+def test_the_files_it_names_exist():
+    for name in re.findall(r"`((?:tests|specjax|configs)/[\w/.]+\.\w+)`", README.read_text()):
+        assert (README.parent / name).exists() or name == "specjax/drafters/similar.py", name
