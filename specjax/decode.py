@@ -126,6 +126,7 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
     if prefill_chunk < 1:
         raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     B, S = tokens_BS.shape
+    max_length_B = jnp.minimum(max_length_B, S)
     cache = kv_cache.init(cfg.target, B, S, page_size=cfg.page_size, dtype=params["embed_VD"].dtype)
     taps = cfg.drafter.taps if cfg.drafter else ()
     cache, taps_BSD = llama.prefill(params, cfg.target, tokens_BS, prompt_length_B - 1, cache, prefill_chunk,
@@ -140,8 +141,8 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
 
     return DecodeState(
         tokens_BS=tokens_BS, length_B=prompt_length_B, prompt_length_B=jnp.copy(prompt_length_B),
-        max_length_B=jnp.minimum(max_length_B, S), eos_BE=eos_BE,
-        active_B=prompt_length_B < jnp.minimum(max_length_B, S), sampling=sampling, cache=cache, drafter=drafter_state,
+        max_length_B=max_length_B, eos_BE=eos_BE, active_B=prompt_length_B < max_length_B,
+        sampling=sampling, cache=cache, drafter=drafter_state,
         rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS(), accepted_BS=no_rounds_BS(),
         emitted_BS=no_rounds_BS(),
     )  # fmt: skip

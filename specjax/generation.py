@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,8 +52,7 @@ class Completion:
     @property
     def from_draft(self) -> list[bool]:
         """For each token, whether it was an accepted draft (True) or the target's own (False)."""
-        rounds = zip(self.accepted, self.emitted, strict=True)
-        return [i < accepted for accepted, emitted in rounds for i in range(emitted)]
+        return _from_draft(self.accepted, self.emitted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,12 +280,17 @@ def _eos_table(target: Model, eos_ids, batch_size: int) -> np.ndarray:
     return table_BE
 
 
+def _from_draft(accepted: Iterable[int], emitted: Iterable[int]) -> list[bool]:
+    """For each token of some rounds, whether it was an accepted draft: in a round these come first."""
+    return [i < n for n, m in zip(accepted, emitted, strict=True) for i in range(m)]
+
+
 def _report(state: decode.DecodeState, reported_B: np.ndarray, on_tokens: OnTokens) -> None:
     """Hands out what was committed since the last report; `reported_B` is brought up to date."""
     tokens_BS, length_B, prompt_length_B, active_B, accepted_BS, emitted_BS = jax.device_get(
         (state.tokens_BS, state.length_B, state.prompt_length_B, state.active_B, state.accepted_BS, state.emitted_BS))
     for b in np.flatnonzero(length_B > reported_B):
-        from_draft = [i < n for n, m in zip(accepted_BS[b], emitted_BS[b], strict=True) for i in range(m)]
+        from_draft = _from_draft(accepted_BS[b], emitted_BS[b])
         new = slice(reported_B[b], length_B[b])
         on_tokens(int(b), tokens_BS[b, new].tolist(), from_draft[new.start - prompt_length_B[b] :], not active_B[b])
         reported_B[b] = length_B[b]
