@@ -1,16 +1,73 @@
-"""Which implementation of an operation runs."""
+"""Which implementation of an operation runs: the Mosaic GPU kernel or plain jax.numpy (`xla`), and why."""
 
-IMPLEMENTATIONS = ("xla",)
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax
+
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+HOPPER = (9, 0)
+
+_compiling_for = contextvars.ContextVar("compiling_for", default=None)
 
 
-def choose(implementation: str | None) -> str:
+def choose(implementation: str | None, unsupported: str | None = None) -> str:
     """The implementation to run: `implementation` itself, or the best one for this machine where it is None.
 
+    Args:
+      implementation: one of `IMPLEMENTATIONS`, or None for "mosaic_gpu" where it can run and "xla" elsewhere.
+      unsupported: why the Mosaic GPU kernel cannot do this call; None where it can.
+
     Raises:
-      ValueError: a name that does not exist. An explicit wish is never replaced by something else.
+      ValueError: a name that does not exist, or "mosaic_gpu" where it cannot run. An explicit wish is never replaced
+        by something else.
     """
-    if implementation is None:
-        return "xla"
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation {implementation!r} does not exist; there is: {', '.join(IMPLEMENTATIONS)}")
-    return implementation
+    if implementation == "xla":
+        return "xla"
+    reason = missing_gpu() or unsupported
+    if implementation == "mosaic_gpu" and reason:
+        raise ValueError(f"implementation 'mosaic_gpu' cannot run here: {reason}")
+    return "xla" if reason else "mosaic_gpu"
+
+
+def missing_gpu() -> str | None:
+    """Why no Mosaic GPU kernel of ours can run on JAX's default device; None where they can.
+
+    The kernels use instructions of the Hopper generation (wgmma) that neither earlier nor later GPUs have.
+    """
+    capability = _compiling_for.get() or _capability()
+    if capability is None:
+        return f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper), and JAX runs on {jax.default_backend()!r}"
+    if capability != HOPPER:
+        return ("it needs an NVIDIA GPU of compute capability 9.0 (Hopper), and this one has "
+                f"{capability[0]}.{capability[1]}")  # fmt: skip
+    return None
+
+
+@contextlib.contextmanager
+def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Chooses as if JAX's default device were a GPU of this compute capability: to compile for one that is absent.
+
+    It counts while functions are traced. One traced before, under another choice, is not traced again by itself: pass
+    the implementation explicitly, which is a static argument.
+    """
+    token = _compiling_for.set(capability)
+    try:
+        yield
+    finally:
+        _compiling_for.reset(token)
+
+
+def _capability() -> tuple[int, int] | None:
+    """Compute capability of the default device, None where that is no NVIDIA GPU."""
+    device = jax.devices()[0]
+    version = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD devices say "gfx..."
+    if device.platform != "gpu" or not version[:1].isdigit():
+        return None
+    major, _, minor = version.partition(".")
+    return int(major), int(minor or 0)

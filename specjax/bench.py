@@ -72,7 +72,7 @@ def decode_speed(target: Model, prompts: dict[str, generation.Prompt], *, max_ne
         arguments = dict(prompts=[ids], max_new_tokens=max_new_tokens, eos_ids=())
         runs = {"plain": [], "speculative": [], "floor": [], **{peer: [] for peer in engines}}
         for _ in range(repeats + 1):
-            runs["floor"].append(1 / min(_seconds(read_memory, memory) for _ in range(3)))
+            runs["floor"].append(1 / np.median([_seconds(read_memory, memory) for _ in range(9)]))
             plain = generation.generate(target, "none", **arguments)
             speculative = generation.generate(target, **arguments, **drafter)
             tokens = len(plain.completions[0].tokens)
