@@ -102,10 +102,9 @@ def paging_cost(target: Model, *, length: int, page_size: int, repeats: int) -> 
 
     def prepare(size: int):
         cfg = decode.DecodeConfig(target.config, page_size=size)
-        sampling = SamplingParams(*(jnp.array([value]) for value in (0.0, 0, 1.0, 0.0)), jnp.zeros(1, jnp.uint32))
         tokens_BS = jnp.arange(slots)[None] % target.num_valid_tokens
         state = decode.init(target.params, None, cfg, tokens_BS, jnp.array([length]), jnp.array([slots]),
-                            jnp.array([[-1]]), sampling)
+                            jnp.array([[-1]]), SamplingParams(jnp.zeros(1, jnp.uint32)))
         # As functions of its own, so that nothing compiled for the one is taken for the other.
         step = jax.jit(lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1)
         carry = [step(target.params, state)]

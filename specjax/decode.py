@@ -27,6 +27,7 @@ from specjax import sampling as sampling_lib
 from specjax.config import LlamaConfig
 from specjax.drafters.base import Context, Draft, Drafter, Prefill
 from specjax.errors import SpecJAXError
+from specjax.kernels import dispatch
 from specjax.kv_cache import PagedKVCache
 from specjax.sampling import SamplingParams, Stream
 from specjax.verify import MODES, Verified, verify
@@ -42,6 +43,7 @@ class DecodeConfig:
       verify: "rejection" or "coupled", see `verify`.
       num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding); None for all.
       page_size: Z, slots per page of the key/value caches.
+      implementation: of attention and verification, see `kernels.dispatch.choose`; None for the best one here.
 
     Raises:
       SpecJAXError: a value that is none of these.
@@ -52,12 +54,17 @@ class DecodeConfig:
     verify: str = "rejection"
     num_valid_tokens: int | None = None
     page_size: int = 64
+    implementation: str | None = None
 
     def __post_init__(self):
         if self.verify not in MODES:
             raise SpecJAXError(f"verify must be one of {', '.join(MODES)}, got {self.verify!r}")
         if not isinstance(self.page_size, int) or self.page_size < 1:
             raise SpecJAXError(f"page_size must be a whole number of at least 1, got {self.page_size!r}")
+        try:
+            dispatch.choose(self.implementation)
+        except ValueError as error:
+            raise SpecJAXError(str(error)) from error
         if self.drafter is not None and self.drafter.num_tokens < 1:
             raise SpecJAXError(f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}")
 
@@ -130,7 +137,7 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
     cache = kv_cache.init(cfg.target, B, S, page_size=cfg.page_size, dtype=params["embed_VD"].dtype)
     taps = cfg.drafter.taps if cfg.drafter else ()
     cache, taps_BSD = llama.prefill(params, cfg.target, tokens_BS, prompt_length_B - 1, cache, prefill_chunk,
-                                    taps=taps)
+                                    taps=taps, implementation=cfg.implementation)
     drafter_state = ()
     if cfg.drafter:
         prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, cfg.page_size, prefill_chunk)
@@ -184,7 +191,7 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
     """One round: every active row gets between 1 and K + 1 new tokens. Arguments and errors as for `generate`."""
     B, S = state.tokens_BS.shape
     draft, drafter_state = _propose(drafter_params, cfg, state)
-    drafts_BK, law_BKV = draft.tokens_BK, draft.law_BKV
+    drafts_BK = draft.tokens_BK
     K = drafts_BK.shape[1]
     always_drafts = draft.count_B is None
     # A draft in the place of the last token that a row may emit would be checked for nothing.
@@ -198,12 +205,11 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
 
     def check(k: int, cache):
         """Runs the target on the pending token and k drafts; the result has the shapes of k = K."""
-        output = llama.forward(params, cfg.target, block_BT[:, : k + 1], state.length_B - 1, cache, taps=taps)
-        logits_BTV = llama.logits(params, output.hidden_BTD)[..., : cfg.num_valid_tokens]
-        target_law_BTV = sampling_lib.probabilities(logits_BTV, state.sampling)
-        draft_law_BKV = None if law_BKV is None else law_BKV[:, :k]
-        verified = verify(cfg.verify, target_law_BTV, drafts_BK[:, :k], count_B, draft_law_BKV, state.sampling,
-                          state.length_B)
+        output = llama.forward(params, cfg.target, block_BT[:, : k + 1], state.length_B - 1, cache, taps=taps,
+                               implementation=cfg.implementation)
+        logits_BTV = llama.logits(params, output.hidden_BTD)
+        verified = verify(cfg.verify, logits_BTV, drafts_BK[:, :k], count_B, draft.law, state.sampling,
+                          state.length_B, num_valid=cfg.num_valid_tokens, implementation=cfg.implementation)
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
         return output.cache, Verified(pad(verified.tokens_BT), verified.accepted_B), tuple(map(pad, output.taps))
 
@@ -265,10 +271,10 @@ def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Dra
     coupled = cfg.verify == "coupled"
 
     def draw(logits_BV, position_B):
-        law_B1V = sampling_lib.probabilities(logits_BV[:, None, : cfg.num_valid_tokens], state.sampling)
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        token_B1 = sampling_lib.draw(law_B1V, state.sampling, position_B[:, None], stream)
-        return token_B1[:, 0], None if coupled else law_B1V[:, 0]
+        token_B1, law = sampling_lib.draw(logits_BV[:, None], state.sampling, position_B[:, None], stream,
+                                          num_valid=cfg.num_valid_tokens, implementation=cfg.implementation)
+        return token_B1[:, 0], jax.tree.map(lambda x: x[:, 0], law)
 
     draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context, draw)
     if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):

@@ -95,6 +95,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     page_size: int = 64,
+    implementation: str | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
     """Generates a completion for each prompt, all of them in one batch.
@@ -117,6 +118,8 @@ def generate(
         the same text, alone or in any batch.
       eos_ids: ids that end a completion, one set for all prompts or one per prompt; by default the model's.
       page_size: slots per page of the key/value caches.
+      implementation: "mosaic_gpu" (our kernels) or "xla", for attention and verification; by default the kernels where
+        they can run, see `specjax env`. A `Drafter` of your own chooses for itself.
       on_tokens: called while tokens are being generated, see `OnTokens`.
 
     Raises:
@@ -125,7 +128,8 @@ def generate(
     if isinstance(drafter, str):
         if drafter_params is not None:
             raise SpecJAXError(f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none")
-        drafter = _named_drafter(drafter, target, draft, num_speculative_tokens, drafter_options or {})
+        drafter = _named_drafter(drafter, target, draft, num_speculative_tokens, implementation,
+                                 drafter_options or {})
         drafter_params = draft.params if draft else None
     elif not isinstance(drafter, Drafter):
         raise SpecJAXError(f"drafter must be a name or a Drafter, got {drafter!r}")
@@ -145,22 +149,24 @@ def generate(
     batch_size = len(prompt_ids)
     budget_B = per_prompt("max_new_tokens", max_new_tokens, batch_size, int,
                           lambda x: (x >= 1) & (x < 2**31), "in [1, 2**31)")
-    sampling = SamplingParams(
-        temperature_B=per_prompt("temperature", temperature, batch_size, float,
-                                 lambda x: (x >= 0) & (x < np.inf), "at least 0 and finite"),
-        top_k_B=per_prompt("top_k", top_k, batch_size, int, lambda x: (x >= 0) & (x < 2**31), "in [0, 2**31)"),
-        top_p_B=per_prompt("top_p", top_p, batch_size, float, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
-        min_p_B=per_prompt("min_p", min_p, batch_size, float, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
-        seed_B=per_prompt("seed", seed, batch_size, int,
-                          lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)").astype(np.uint32),
-    )  # fmt: skip
+    temperature_B = per_prompt("temperature", temperature, batch_size, float,
+                               lambda x: (x >= 0) & (x < np.inf), "at least 0 and finite")
+    top_k_B = per_prompt("top_k", top_k, batch_size, int, lambda x: (x >= 0) & (x < 2**31), "in [0, 2**31)")
+    top_p_B = per_prompt("top_p", top_p, batch_size, float, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
+    min_p_B = per_prompt("min_p", min_p, batch_size, float, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+    seed_B = per_prompt("seed", seed, batch_size, int, lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)")
+    # What is off in all rows is not even compiled.
+    fields = {"temperature_B": (temperature_B, 0), "top_k_B": (top_k_B, 0), "top_p_B": (top_p_B, 1),
+              "min_p_B": (min_p_B, 0)}  # fmt: skip
+    used = {field: value_B for field, (value_B, off) in fields.items() if (value_B != off).any()}
+    sampling = SamplingParams(seed_B.astype(np.uint32), **used)
     length_B = np.array([len(ids) for ids in prompt_ids], np.int32)
     max_length_B = np.minimum(length_B.astype(np.int64) + budget_B, limit).astype(np.int32)
     tokens_BS = np.zeros((batch_size, bucket(int(max_length_B.max()))), np.int32)
     for row, ids in zip(tokens_BS, prompt_ids, strict=True):
         row[: len(ids)] = ids
 
-    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size)
+    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, implementation)
     if page_size > tokens_BS.shape[1]:
         cfg = dataclasses.replace(cfg, page_size=tokens_BS.shape[1])  # one page holds the whole sequence
     arrays = jax.device_put((tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling))
@@ -251,7 +257,7 @@ def prefill_chunk(prompt_length: int) -> int:
 
 
 def _named_drafter(name: str, target: Model, draft: Model | None, num_speculative_tokens: int | None,
-                   options: dict[str, Any]) -> Drafter | None:
+                   implementation: str | None, options: dict[str, Any]) -> Drafter | None:
     if name == "none":
         if draft is not None or options or num_speculative_tokens is not None:
             raise SpecJAXError("the drafter 'none' decodes without speculation: it takes no draft model, no number of "
@@ -260,7 +266,7 @@ def _named_drafter(name: str, target: Model, draft: Model | None, num_speculativ
     if draft is not None:
         check_same_vocabulary(target, draft)
     k = default_num_speculative_tokens() if num_speculative_tokens is None else num_speculative_tokens
-    return base.make(name, k, target.config, draft.config if draft else None, **options)
+    return base.make(name, k, target.config, draft.config if draft else None, implementation=implementation, **options)
 
 
 def _eos_table(target: Model, eos_ids, batch_size: int) -> np.ndarray:

@@ -13,8 +13,10 @@ import jax
 
 # Before jax makes its backend. Code generation takes most of the time that a tiny model needs; these change no step
 # before it. A flag that XLA does not know ends the process, and the last of them does not exist in all versions.
+# Four devices are for what runs on a mesh; everything else runs on the first.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+FLAGS = ["--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0",
+         "--xla_llvm_disable_expensive_passes=true"]  # fmt: skip
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
@@ -92,8 +94,11 @@ def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=
     def rows(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
 
-    sampling = SamplingParams(rows(temperature, np.float32), rows(top_k, np.int32), rows(top_p, np.float32),
-                              rows(min_p, np.float32), rows(seed, np.uint32))
+    # As `generation.generate` does it: what is off in all rows is None.
+    fields = dict(temperature_B=(temperature, 0), top_k_B=(top_k, 0), top_p_B=(top_p, 1), min_p_B=(min_p, 0))
+    used = {field: rows(value, np.int32 if field == "top_k_B" else np.float32)
+            for field, (value, off) in fields.items() if (np.asarray(value) != off).any()}
+    sampling = SamplingParams(rows(seed, np.uint32), **used)
     prefill_chunk = config.pop("prefill_chunk", 8)
     config = DecodeConfig(target.config, drafter, **{"page_size": 4, **config})
     state = INIT(target.params, draft_params, config, jnp.asarray(tokens_BS), jnp.asarray(length_B),

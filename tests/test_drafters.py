@@ -166,7 +166,7 @@ def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
         assert np.asarray(draft.tokens_BK[row]).tolist()[: len(expected)] == expected
         found += bool(expected)
     assert 0 < found < rows
-    assert draft.law_BKV is None
+    assert draft.law is None
 
 
 def test_prompt_lookup_without_a_match_decodes_one_token_a_round():

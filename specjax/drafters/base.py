@@ -6,7 +6,8 @@ in this folder has a function
     make(num_speculative_tokens, target, draft, **options) -> Drafter
 
 where `target` and `draft` are `LlamaConfig`s (`draft` is None where the user named no draft model), and every option is
-a keyword with a default. The module's name is the drafter's name. Nothing needs to be registered.
+a keyword with a default. One that runs a model also has the keyword `implementation`, for `llama.forward`. The module's
+name is the drafter's name. Nothing needs to be registered.
 
 `make` must return the same functions for the same arguments (`functools.lru_cache` does it): a Drafter is a static
 argument of `jax.jit`, and new functions mean a new compilation.
@@ -21,11 +22,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from specjax import drafters
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
+from specjax.kernels.verify import Law
 
 
 class Draft(NamedTuple):
@@ -35,12 +38,17 @@ class Draft(NamedTuple):
       tokens_BK: int32.
       count_B: int32, how many of the K guesses are real in each row; None where all always are. When no row of the
         batch has any, the round is a plain one-token step.
-      law_BKV: float32, the law that each token was drawn from, as returned by `draw`; None for deterministic guesses.
+      law: laws `[B, K]` that the tokens were drawn from, see `chain`; None for deterministic guesses.
     """
 
     tokens_BK: jax.Array
     count_B: jax.Array | None = None
-    law_BKV: jax.Array | None = None
+    law: Law | None = None
+
+
+def chain(tokens: list[jax.Array], laws: list[Law]) -> Draft:
+    """The proposal of K tokens that were drawn one after the other: what K calls of `draw` returned."""
+    return Draft(jnp.stack(tokens, axis=1), law=jax.tree.map(lambda *x: jnp.stack(x, axis=1), *laws))
 
 
 class Context(NamedTuple):
@@ -76,10 +84,9 @@ class Prefill:
     chunk_size: int = struct.field(pytree_node=False)
 
 
-# draw(logits_BV, position_B) -> (token_B, law_BV): draws a draft token for an absolute position. It applies the row's
+# draw(logits_BV, position_B) -> (token_B, law): draws a draft token for an absolute position. It applies the row's
 # temperature and filters and takes the noise that the way of verifying asks for; a drafter knows nothing of these.
-# law_BV is None where the way of verifying has no use for it.
-Draw = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
+Draw = Callable[[jax.Array, jax.Array], tuple[jax.Array, Law]]
 
 
 class Drafter(NamedTuple):
@@ -110,8 +117,15 @@ def names() -> list[str]:
 
 
 def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None,
-         **options) -> Drafter:
+         implementation: str | None = None, **options) -> Drafter:
     """The drafter called `name`.
+
+    Args:
+      name: one of `names()`.
+      num_speculative_tokens: K.
+      target, draft: configurations of the models; None where there is no draft model.
+      implementation: of attention in the drafter's own passes, see `kernels.dispatch.choose`.
+      **options: of the drafter.
 
     Raises:
       SpecJAXError: no such drafter or option, K < 1, or a draft model that is missing or of no use to it.
@@ -125,9 +139,13 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Lla
                            " (the drafter 'none' decodes without speculation)")
     factory = importlib.import_module(f"{drafters.__name__}.{name}").make
     known = list(inspect.signature(factory).parameters)[3:]
+    own = {}
+    if "implementation" in known:  # not every drafter runs a model
+        known.remove("implementation")
+        own["implementation"] = implementation
     for option, value in options.items():
         if option not in known:
             raise SpecJAXError(f"drafter {name!r} has no option {option!r}; it has: {', '.join(known) or 'none'}")
         if not isinstance(value, int | float | str):
             raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be a number or a text, got {value!r}")
-    return factory(num_speculative_tokens, target, draft, **options)
+    return factory(num_speculative_tokens, target, draft, **own, **options)

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from specjax import kv_cache, llama
 from specjax.config import LlamaConfig
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import Drafter, chain
 from specjax.errors import SpecJAXError
 
 
 @functools.lru_cache
-def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None) -> Drafter:
+def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None, *,
+         implementation: str | None = None) -> Drafter:
     """Drafts with the model `draft`; the params that the loop passes are that model's.
 
     The state is the draft model's own paged cache. Its first pass of a round reads the last *two* committed tokens:
@@ -30,7 +31,8 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | 
     def init(params, prefill):
         batch_size, max_slots = prefill.tokens_BS.shape
         cache = kv_cache.init(draft, batch_size, max_slots, page_size=prefill.page_size, dtype=params["embed_VD"].dtype)
-        cache, _ = llama.prefill(params, draft, prefill.tokens_BS, prefill.length_B - 1, cache, prefill.chunk_size)
+        cache, _ = llama.prefill(params, draft, prefill.tokens_BS, prefill.length_B - 1, cache, prefill.chunk_size,
+                                 implementation=implementation)
         return cache
 
     def propose(params, cache, context, draw):
@@ -41,14 +43,13 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | 
         start_B = length_B - 2
         tokens, laws = [], []
         for i in range(K):
-            output = llama.forward(params, draft, tokens_BT, start_B, cache)
+            output = llama.forward(params, draft, tokens_BT, start_B, cache, implementation=implementation)
             cache = output.cache
-            token_B, law_BV = draw(llama.logits(params, output.hidden_BTD[:, -1:])[:, 0], length_B + i)
+            token_B, law = draw(llama.logits(params, output.hidden_BTD[:, -1:])[:, 0], length_B + i)
             tokens.append(token_B)
-            laws.append(law_BV)
+            laws.append(law)
             tokens_BT, start_B = token_B[:, None], length_B + i
-        law_BKV = None if laws[0] is None else jnp.stack(laws, axis=1)
-        return Draft(jnp.stack(tokens, axis=1), law_BKV=law_BKV), cache
+        return chain(tokens, laws), cache
 
     def update(params, cache, context, verified, taps_BTD):
         del params, verified, taps_BTD

@@ -1,0 +1,157 @@
+"""Public functions of verification. The two passes over the vocabulary are in the implementations beside this file;
+what is small, and what joins the shards of a vocabulary, is here, once for all of them.
+
+Bytes: `draw` reads each row of logits once. `reject` reads single logits, and then one row of the target and one of
+the draft, for the token that follows the accepted drafts. Nothing of the vocabulary's size is written, and nothing of
+it crosses from shard to shard: a few numbers per row do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.kernels import dispatch
+from specjax.kernels.verify import mosaic_gpu, xla
+from specjax.kernels.verify.partial import MASKED, Scan, join_races, join_scans
+
+PASSES = {"xla": xla, "mosaic_gpu": mosaic_gpu}
+NO_LIMIT = 2**31 - 1
+
+
+class Law(NamedTuple):
+    """Laws of tokens, without writing them out: exp((logit - largest) / temperature) / total where the logit reaches
+    the threshold, and 0 elsewhere.
+
+    Attributes:
+      logits_BTV: float32, bfloat16 or float16; with shards, this one's.
+      threshold_BT: float32, the least logit that may be drawn.
+      largest_BT: float32, the largest logit of the whole vocabulary.
+      total_BT: float32, sum over the whole vocabulary of exp((logit - largest) / temperature), from the threshold on;
+        None without temperature.
+    """
+
+    logits_BTV: jax.Array
+    threshold_BT: jax.Array
+    largest_BT: jax.Array
+    total_BT: jax.Array | None
+
+
+def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: jax.Array | None,
+         key_BT2: jax.Array | None, *, num_valid: int | None = None, axis_name: str | None = None,
+         implementation: str | None = None) -> tuple[jax.Array, Law]:
+    """Draws tokens from softmax(logits / temperature), restricted to the logits that reach a threshold.
+
+    The noise of token i under a key is a function of the key and i alone (`noise.exponential`): laws drawn with the
+    same key agree as often as their shapes let them, however the vocabulary is split.
+
+    Args:
+      logits_BTV: `[B, T, V]`, V the size of the shard where `axis_name` is given.
+      temperature_B: float32; 0 takes the first most likely token. None for 0 in all rows, which costs least.
+      threshold_BT: float32; None lets every logit pass.
+      key_BT2: int32, two words per token to draw; None takes the first most likely token whatever the temperature.
+      num_valid: token ids at or above it are never drawn (static); None for all.
+      axis_name: mesh axis over which the vocabulary is split, inside `jax.shard_map`.
+      implementation: see `dispatch.choose`.
+
+    Returns:
+      int32 `[B, T]`, and the laws.
+
+    Raises:
+      ValueError: an implementation that does not exist or cannot run here.
+    """
+    B, T, V = logits_BTV.shape
+    if threshold_BT is None:
+        threshold_BT = jnp.full((B, T), MASKED, jnp.float32)
+    temperature_R = None if temperature_B is None else jnp.repeat(temperature_B, T)
+    noise = temperature_B is not None and key_BT2 is not None
+    parts = PASSES[dispatch.choose(implementation)].scan(
+        logits_BTV.reshape(B * T, V), temperature_R, threshold_BT.reshape(-1),
+        key_BT2.reshape(-1, 2) if noise else None, _first_token(V, axis_name), num_valid or NO_LIMIT)  # fmt: skip
+    scan = join_scans(parts, temperature_R, noise)
+    if axis_name:
+        scan = join_scans(_gather(scan, axis_name), temperature_R, noise)
+    scan = Scan(*(None if x_R is None else x_R.reshape(B, T) for x_R in scan))
+    return scan.token, Law(logits_BTV, threshold_BT, scan.largest, scan.total)
+
+
+def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.Array, draft_law: Law | None,
+           temperature_B: jax.Array, u_BK: jax.Array, key_BT2: jax.Array, *, num_valid: int | None = None,
+           axis_name: str | None = None, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Speculative rejection sampling (Leviathan et al. 2023, algorithm 1) of a chain of K >= 1 drafts.
+
+    Draft d is accepted if u q(d) < p(d). The first that is not is replaced by a draw from max(p - q, 0); after the
+    last, a token is drawn from the target's own law.
+
+    Args:
+      law: the target's laws p after the pending token and after each draft, T = K + 1 of them, and
+      likeliest_BT: its most likely tokens, both from `draw` without keys.
+      draft_BK: int32 drafts.
+      count_B: int32, how many of them are real; the others are never accepted.
+      draft_law: laws q that they were drawn from, as `draw` returned them, `[B, K]`; None for guesses that were not
+        drawn (q is one on the guess).
+      temperature_B: float32, the one of the laws; at 0 both are one on their most likely token.
+      u_BK: float32 uniforms of [0, 1).
+      key_BT2: int32, keys of the noise that draws the token at each place.
+      num_valid, axis_name, implementation: as for `draw`.
+
+    Returns:
+      The number of accepted drafts and the token that follows them, int32 `[B]` each.
+
+    Raises:
+      ValueError: an implementation that does not exist or cannot run here.
+    """
+    K, V = draft_BK.shape[1], law.logits_BTV.shape[2]
+    first_token, num_valid = _first_token(V, axis_name), num_valid or NO_LIMIT
+    greedy_B = temperature_B == 0
+
+    def probability(law):
+        return _probability(law, draft_BK, temperature_B, first_token, num_valid, axis_name)
+
+    p_BK = jnp.where(greedy_B[:, None], draft_BK == likeliest_BT[:, :K], probability(law))
+    q_BK = 1.0 if draft_law is None else jnp.where(greedy_B[:, None], 1, probability(draft_law))
+    # As a product, so that u = 0 accepts whatever the target can emit, and nothing else.
+    accepted_B = leading(u_BK * q_BK < p_BK, count_B)
+
+    def at(x_BTx, index_B):
+        return jnp.take_along_axis(x_BTx, index_B.reshape(-1, *[1] * (x_BTx.ndim - 1)), axis=1)[:, 0]
+
+    q = at(draft_BK, jnp.minimum(accepted_B, K - 1)) if draft_law is None else draft_law
+    parts = PASSES[dispatch.choose(implementation)].residual(
+        law, q, accepted_B, accepted_B < count_B, temperature_B, at(key_BT2, accepted_B), first_token, num_valid)
+    race = join_races(parts)
+    if axis_name:
+        race = join_races(_gather(race, axis_name))
+    # p = q but for rounding: nothing is left, and p itself is right.
+    token_B = jnp.where(race.mass > 0, race.token, race.own_token)
+    return accepted_B, jnp.where(greedy_B, at(likeliest_BT, accepted_B), token_B)
+
+
+def leading(ok_BK: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Length of the leading run of True among the first `count_B` entries of each row, int32 `[B]`."""
+    ok_BK &= jnp.arange(ok_BK.shape[1]) < count_B[:, None]
+    return jnp.cumprod(ok_BK.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def _probability(law: Law, token_BK, temperature_B, first_token, num_valid: int, axis_name):
+    """Probability of one token under each of the first K laws; 0 for an id that cannot be drawn."""
+    K, V = token_BK.shape[1], law.logits_BTV.shape[2]
+    index_BK = token_BK - first_token
+    here_BK = (index_BK >= 0) & (index_BK < V) & (token_BK < num_valid)
+    index_BK1 = jnp.clip(index_BK, 0, V - 1)[..., None]
+    x_BK = jnp.take_along_axis(law.logits_BTV[:, :K], index_BK1, axis=-1)[..., 0].astype(jnp.float32)
+    x_BK = jnp.maximum(x_BK, MASKED)  # so that it equals a threshold that lets everything pass
+    weight_BK = jnp.exp((x_BK - law.largest_BT[:, :K]) / jnp.where(temperature_B == 0, 1, temperature_B)[:, None])
+    probability_BK = jnp.where(here_BK & (x_BK >= law.threshold_BT[:, :K]), weight_BK / law.total_BT[:, :K], 0)
+    return jax.lax.psum(probability_BK, axis_name) if axis_name else probability_BK
+
+
+def _first_token(V: int, axis_name: str | None):
+    return jax.lax.axis_index(axis_name) * V if axis_name else jnp.int32(0)
+
+
+def _gather(parts, axis_name: str):
+    """The same of all shards, on a last axis."""
+    return jax.tree.map(lambda x_R: jax.lax.all_gather(x_R, axis_name, axis=1), parts)

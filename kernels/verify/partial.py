@@ -1,0 +1,68 @@
+"""What one pass over a part of the vocabulary leaves of it, a few numbers per row, and how parts become a whole.
+
+Parts are tiles of a kernel and shards of a mesh. Their arrays have the parts on the last axis, in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # finite: differences of masked logits must not turn into NaN
+
+
+class Scan(NamedTuple):
+    """Of one row of logits.
+
+    Attributes:
+      largest: the largest logit that may be drawn.
+      total: sum of the weights exp((logit - largest) / temperature); None without temperature.
+      best: the largest value: of the race, weight / noise, where there is noise, and else of the logits.
+      token: int32, the first token that has it.
+    """
+
+    largest: jax.Array
+    total: jax.Array | None
+    best: jax.Array
+    token: jax.Array
+
+
+class Race(NamedTuple):
+    """Of the residual max(p - q, 0) of one row, and of p itself.
+
+    Attributes:
+      mass: sum of the residual.
+      best, token: the winner of the residual's race, and its value.
+      own_best, own_token: those of p.
+    """
+
+    mass: jax.Array
+    best: jax.Array
+    token: jax.Array
+    own_best: jax.Array
+    own_token: jax.Array
+
+
+def join_scans(parts: Scan, temperature_R: jax.Array | None, noise: bool) -> Scan:
+    """One scan `[R]` of scans `[R, S]`: weights are brought to the common largest logit."""
+    largest_R1 = parts.largest.max(axis=-1, keepdims=True)
+    if temperature_R is None:
+        best, token = _winner(parts.best, parts.token)
+        return Scan(largest_R1[:, 0], None, best, token)
+    greedy_R1 = temperature_R[:, None] == 0
+    scale_RS = jnp.exp((parts.largest - largest_R1) / jnp.where(greedy_R1, 1, temperature_R[:, None]))
+    best_RS = jnp.where(greedy_R1, parts.best, parts.best * scale_RS) if noise else parts.best
+    return Scan(largest_R1[:, 0], (parts.total * scale_RS).sum(axis=-1), *_winner(best_RS, parts.token))
+
+
+def join_races(parts: Race) -> Race:
+    """One race `[B]` of races `[B, S]`."""
+    return Race(parts.mass.sum(axis=-1), *_winner(parts.best, parts.token), *_winner(parts.own_best, parts.own_token))
+
+
+def _winner(best_RS, token_RS):
+    """The first of the largest: parts are in order."""
+    part_R1 = jnp.argmax(best_RS, axis=-1, keepdims=True)
+    return tuple(jnp.take_along_axis(x, part_R1, axis=-1)[:, 0] for x in (best_RS, token_RS))

@@ -1,0 +1,74 @@
+"""The two passes over a vocabulary in plain jax.numpy: the reference, and what runs where no kernel of ours can."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from specjax.kernels.verify.noise import exponential
+from specjax.kernels.verify.partial import MASKED, Race, Scan
+
+
+def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: int) -> Scan:
+    """Reads every row once.
+
+    Args:
+      logits_RV: float.
+      temperature_R: float32, or None for 0 in all rows.
+      threshold_R: float32, the least logit that may be drawn.
+      key_R2: int32 keys of the noise; None for none, which finds the most likely token.
+      first_token: int32 scalar, id of the first column.
+      num_valid: ids at or above it do not count.
+
+    Returns:
+      A scan `[R, S]` of S parts, here one.
+    """
+    token_V = jnp.arange(logits_RV.shape[1], dtype=jnp.int32) + first_token
+    x_RV = jnp.maximum(logits_RV.astype(jnp.float32), MASKED)
+    kept_RV = (x_RV >= threshold_R[:, None]) & (token_V < num_valid)
+    x_RV = jnp.where(kept_RV, x_RV, MASKED)
+    largest_R1 = x_RV.max(axis=-1, keepdims=True)
+    total_R1, value_RV = None, x_RV
+    if temperature_R is not None:
+        greedy_R1 = temperature_R[:, None] == 0
+        weight_RV = jnp.exp((x_RV - largest_R1) / jnp.where(greedy_R1, 1, temperature_R[:, None]))
+        weight_RV = jnp.where(kept_RV, weight_RV, 0)
+        total_R1 = weight_RV.sum(axis=-1, keepdims=True)
+        if key_R2 is not None:
+            value_RV = jnp.where(greedy_R1, x_RV, weight_RV / exponential(key_R2[:, :1], key_R2[:, 1:], token_V))
+    return Scan(largest_R1, total_R1, *_best(value_RV, token_V))
+
+
+def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_valid: int) -> Race:
+    """Reads one row of the target and one of the draft.
+
+    Args:
+      p: the target's laws, see `api.Law`.
+      q: the draft's laws, or where it has none its guess, int32 `[B]`.
+      row_B: int32, which of the T laws; the draft's is the same one.
+      subtract_B: bool, whether there is anything to subtract.
+      temperature_B, key_B2, first_token, num_valid: as for `scan`. Rows of temperature 0 mean nothing.
+
+    Returns:
+      A race `[B, S]` of S parts, here one.
+    """
+    token_V = jnp.arange(p.logits_BTV.shape[2], dtype=jnp.int32) + first_token
+    scale_B1 = 1 / jnp.where(temperature_B == 0, 1, temperature_B)[:, None]
+
+    def dense(law):
+        rows_B1 = jnp.minimum(row_B, law.logits_BTV.shape[1] - 1)[:, None]
+        threshold_B1, largest_B1, total_B1 = (jnp.take_along_axis(x_BT, rows_B1, axis=1) for x_BT in law[1:])
+        x_BV = jnp.take_along_axis(law.logits_BTV, rows_B1[..., None], axis=1)[:, 0].astype(jnp.float32)
+        kept_BV = (x_BV >= threshold_B1) & (token_V < num_valid)
+        return jnp.where(kept_BV, jnp.exp((x_BV - largest_B1) * scale_B1) / total_B1, 0)
+
+    p_BV = dense(p)
+    q_BV = dense(q) if isinstance(q, tuple) else (token_V == q[:, None]).astype(jnp.float32)
+    rest_BV = jnp.maximum(p_BV - jnp.where(subtract_B[:, None], q_BV, 0), 0)
+    noise_BV = exponential(key_B2[:, :1], key_B2[:, 1:], token_V)
+    races = [*_best(rest_BV / noise_BV, token_V), *_best(p_BV / noise_BV, token_V)]
+    return Race(rest_BV.sum(axis=-1, keepdims=True), *races)
+
+
+def _best(value_RV, token_V):
+    index_R1 = jnp.argmax(value_RV, axis=-1, keepdims=True)
+    return jnp.take_along_axis(value_RV, index_R1, axis=-1), token_V[index_R1]

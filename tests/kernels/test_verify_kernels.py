@@ -1,0 +1,442 @@
+"""Drawing and verifying: one class for every implementation of the passes over the vocabulary.
+
+A kernel runs in the Mosaic GPU interpreter, in the place of the reference: everything around it is the product's.
+"""
+
+import functools
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.random import threefry_2x32
+from jax.sharding import Mesh, PartitionSpec
+
+from specjax.kernels import verify as kernels
+from specjax.kernels.verify import api, mosaic_gpu, noise, xla
+from specjax.kernels.verify.partial import join_races, join_scans
+
+LAST = np.nextafter(np.float32(1), np.float32(0))
+EXPONENTIAL = jax.jit(noise.exponential)
+
+
+@functools.cache
+def product(implementation: str) -> SimpleNamespace:
+    """The product's functions, jitted, on one implementation of the passes. All of them call it "xla"; what that is
+    counts while they are traced."""
+    options = dict(implementation="xla")
+    kernel = xla
+    if implementation == "mosaic_gpu":
+        interpret = plgpu.InterpretGPUParams()
+        kernel = SimpleNamespace(scan=functools.partial(mosaic_gpu.scan, interpret=interpret),
+                                 residual=functools.partial(mosaic_gpu.residual, interpret=interpret))
+
+    def on_kernel(function, *static):
+        def traced(*args, **kwargs):
+            with mock.patch.dict(api.PASSES, xla=kernel):
+                return function(*args, **kwargs)
+
+        return jax.jit(traced, static_argnames=static)
+
+    return SimpleNamespace(
+        draw=on_kernel(functools.partial(kernels.draw, **options), "num_valid"),
+        reject=on_kernel(functools.partial(kernels.reject, **options), "num_valid"),
+        scan=on_kernel(lambda *args, num_valid: kernel.scan(*args, num_valid), "num_valid"),
+        residual=on_kernel(lambda *args, num_valid: join_races(kernel.residual(*args, num_valid)), "num_valid"),
+    )
+
+
+@pytest.fixture(params=["xla", "mosaic_gpu"])
+def passes(request):
+    if request.param == "mosaic_gpu" and jax.__version_info__ < (0, 11):
+        pytest.skip(f"the Mosaic GPU interpreter comes with jax 0.11, this is {jax.__version__}")
+    return product(request.param)
+
+
+def softmax(logits_V, temperature, threshold=-np.inf):
+    """In float64; the law of one at the first most likely token at temperature 0."""
+    logits_V = np.asarray(logits_V, np.float64)
+    if temperature == 0:
+        return np.eye(len(logits_V))[np.argmax(logits_V)]
+    weight_V = np.where(logits_V >= threshold, np.exp((logits_V - logits_V.max()) / np.float64(temperature)), 0)
+    return weight_V / weight_V.sum()
+
+
+def winner(weight_V, key_2):
+    """The token of the largest weight / noise in float64, and whether nothing else comes near it."""
+    noise_V = np.asarray(EXPONENTIAL(*map(jnp.int32, key_2), jnp.arange(len(weight_V), dtype=jnp.int32)))
+    race_V = weight_V / noise_V.astype(np.float64)
+    second, first = np.sort(race_V)[-2:]
+    return int(np.argmax(race_V)), second < first * (1 - 1e-5)
+
+
+class Round:
+    """Random logits of a target and of a draft that resembles it, with rows of all kinds in one batch."""
+
+    def __init__(self, passes, V, K=3, dtype=jnp.float32, guess=False, valid=None, seed=0):
+        rng = np.random.default_rng(seed)
+        self.temperature_B = np.float32([1.0, 0.0, 0.6, 1.7, 1.0, 0.9, 0.0, 3.0])
+        B = len(self.temperature_B)
+        self.valid = V if valid is None else valid
+        self.logits_BTV = jnp.asarray(3 * rng.standard_normal((B, K + 1, V)), dtype)
+        near_BKV = np.asarray(self.logits_BTV[:, :K], np.float32) + 0.4 * rng.standard_normal((B, K, V))
+        self.draft_logits_BKV = jnp.asarray(near_BKV, dtype)
+        # Filters in some rows: about the upper half and the upper tenth of the logits.
+        self.threshold_BT = np.full((B, K + 1), -np.inf, np.float32)
+        self.threshold_BT[2], self.threshold_BT[5] = 0.0, 3.8 if V > 100 else 0.0
+        self.threshold_BK = self.threshold_BT[:, :K]
+        self.key_BT2 = rng.integers(-(2**31), 2**31, (B, K + 1, 2)).astype(np.int32)
+        self.draft_key_BK2 = rng.integers(-(2**31), 2**31, (B, K, 2)).astype(np.int32)
+        self.u_BK = rng.random((B, K)).astype(np.float32)
+        self.u_BK[4] = 0  # accepts all
+        self.count_B = np.int32([K, K, K, K - 1, K, K, K, 0])
+        self.guess, self.passes = guess, passes
+        self.shape = B, K, V
+
+    def law(self, b, t, draft=False):
+        logits_V = np.asarray(self.draft_logits_BKV if draft else self.logits_BTV, np.float32)[b, t]
+        logits_V = np.where(np.arange(len(logits_V)) < self.valid, logits_V, -np.inf)
+        return softmax(logits_V, self.temperature_B[b], self.threshold_BT[b, t])
+
+    def draw(self, draft=False, keys=True):
+        arrays = ((self.draft_logits_BKV, self.threshold_BK, self.draft_key_BK2) if draft
+                  else (self.logits_BTV, self.threshold_BT, self.key_BT2))  # fmt: skip
+        logits, threshold, key = map(jnp.asarray, arrays)
+        return self.passes.draw(logits, self.temperature_B, threshold, key if keys else None, num_valid=self.valid)
+
+    def reject(self):
+        if self.guess:  # what prompt lookup does: likely tokens, and now and then one that cannot come
+            draft_BK, draft_law = self.draw(draft=True, keys=False)[0], None
+            draft_BK = draft_BK.at[0, 0].set(self.valid)
+        else:
+            draft_BK, draft_law = self.draw(draft=True)
+        likeliest_BT, law = self.draw(keys=False)
+        accepted_B, own_B = self.passes.reject(law, likeliest_BT, draft_BK, self.count_B, draft_law, self.temperature_B,
+                                               self.u_BK, self.key_BT2, num_valid=self.valid)
+        return np.asarray(draft_BK), np.asarray(accepted_B), np.asarray(own_B)
+
+    def check_draws(self):
+        drawn_BT, law = self.draw()
+        B, K, _ = self.shape
+        clear = 0
+        for b, t in itertools.product(range(B), range(K + 1)):
+            law_V = self.law(b, t)
+            token, sure = winner(law_V, self.key_BT2[b, t]) if self.temperature_B[b] else (np.argmax(law_V), True)
+            assert not sure or drawn_BT[b, t] == token
+            assert law_V[drawn_BT[b, t]] > 0
+            clear += sure
+            if self.temperature_B[b]:  # the law as it is handed on
+                logit = np.float64(self.logits_BTV[b, t, token])
+                weight = np.exp((logit - np.float64(law.largest_BT[b, t])) / self.temperature_B[b])
+                np.testing.assert_allclose(weight / np.float64(law.total_BT[b, t]), law_V[token], rtol=2e-6)
+        assert clear >= B * (K + 1) - 1
+        assert len(np.unique(drawn_BT)) > 3
+
+    def check_rejection(self):
+        """Decisions and tokens are the reference's, but for uniforms and races within rounding of a tie."""
+        draft_BK, accepted_B, own_B = self.reject()
+        B, K, V = self.shape
+        for b in range(B):
+            p = [self.law(b, t) for t in range(K + 1)]
+            q = [np.eye(V + 1)[min(draft_BK[b, t], V)][:V] if self.guess else self.law(b, t, draft=True)
+                 for t in range(K)]
+            ratio_K = [p[t][d] / q[t][d] if d < V and q[t][d] else 0 for t, d in enumerate(draft_BK[b])]
+            ok = [(p[t][d] > 0) if self.temperature_B[b] == 0 and d < V else self.u_BK[b, t] < ratio_K[t]
+                  for t, d in enumerate(draft_BK[b])]
+            assert all(abs(self.u_BK[b, t] - ratio_K[t]) > 1e-5 or self.u_BK[b, t] == 0 for t in range(K))
+            n = [*ok[: self.count_B[b]], False].index(False)
+            assert accepted_B[b] == n
+            rest_V = np.maximum(p[n] - q[n], 0) if n < self.count_B[b] else p[n]
+            token, sure = (winner(rest_V, self.key_BT2[b, n]) if self.temperature_B[b] else (np.argmax(p[n]), True))
+            assert sure and own_B[b] == token
+        assert len(np.unique(accepted_B)) > 2
+
+
+class TestPasses:
+    # Smaller than a tile, of exactly one, of several that do not fill the last one, with rows that are not aligned.
+    @pytest.mark.parametrize(("V", "dtype", "valid"), [
+        (2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)])  # fmt: skip
+    def test_draws(self, passes, V, dtype, valid):
+        Round(passes, V, dtype=dtype, valid=valid).check_draws()
+
+    @pytest.mark.parametrize(("V", "dtype", "guess", "seed"), [
+        (2048, jnp.bfloat16, True, 1), (4999, jnp.float32, False, 2), (40, jnp.float32, False, 3)])  # fmt: skip
+    def test_rejection(self, passes, V, dtype, guess, seed):
+        Round(passes, V, dtype=dtype, guess=guess, valid=V - 3, seed=seed).check_rejection()
+
+    def test_without_temperature_the_first_of_the_largest_is_drawn(self, passes):
+        logits_BTV = np.zeros((2, 2, 4500), np.float32)
+        logits_BTV[0, 0, [7, 8, 3000]] = logits_BTV[0, 1, [2100, 2300]] = 5
+        logits_BTV[1, 0, 4400:] = logits_BTV[1, 1, 2047:2049] = 2
+        token_BT, law = passes.draw(logits_BTV, None, None, None)
+        assert token_BT.tolist() == [[7, 2100], [4400, 2047]]
+        assert law.total_BT is None
+
+    def test_shards_of_a_vocabulary_give_what_the_whole_gives(self, passes):
+        """Each shard on its own, joined as a mesh joins them."""
+        case = Round(passes, 3000)
+        logits_RV, threshold_R = case.logits_BTV.reshape(32, -1), jnp.asarray(case.threshold_BT).reshape(-1)
+        temperature_R, key_R2 = jnp.repeat(case.temperature_B, 4), jnp.asarray(case.key_BT2).reshape(-1, 2)
+        shards = [join_scans(passes.scan(logits_RV[:, first : first + 1000], temperature_R, threshold_R, key_R2,
+                                         jnp.int32(first), num_valid=2990), temperature_R, True)
+                  for first in (0, 1000, 2000)]
+        joined = join_scans(jax.tree.map(lambda *x: jnp.stack(x, axis=-1), *shards), temperature_R, True)
+        whole = product("xla").scan(logits_RV, temperature_R, threshold_R, key_R2, jnp.int32(0), num_valid=2990)
+        whole = join_scans(whole, temperature_R, True)
+        np.testing.assert_array_equal(joined.token, whole.token)
+        np.testing.assert_array_equal(joined.largest, whole.largest)
+        np.testing.assert_allclose(joined.total, whole.total, rtol=2e-6)
+
+    def test_nothing_left_of_the_residual_draws_from_the_target(self, passes):
+        """p = q in exact arithmetic; u = 1 - 2^-24 rejects the draft only through rounding, and the law stays p."""
+        logits_BTV = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 300)), jnp.float32)
+        temperature_B, key_BT2 = jnp.ones(4), jnp.arange(16, dtype=jnp.int32).reshape(4, 2, 2)
+        law = passes.draw(logits_BTV, temperature_B, None, None)[1]
+        race = passes.residual(law, law, jnp.zeros(4, jnp.int32), jnp.ones(4, bool), temperature_B, key_BT2[:, 0],
+                               jnp.int32(0), num_valid=300)
+        assert not race.mass.any()
+        own_B1, _ = passes.draw(logits_BTV[:, :1], temperature_B, None, key_BT2[:, :1])
+        np.testing.assert_array_equal(race.own_token, own_B1[:, 0])
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_mesh_gives_what_one_device_gives(shards):
+    """The reference under `shard_map`, with nothing of the vocabulary's size in any collective."""
+    if jax.device_count() < shards:
+        pytest.skip(f"needs {shards} devices, tests/conftest.py asks for 4")
+    case = Round(product("xla"), 1200)
+    _, K, V = case.shape
+    mesh = Mesh(np.array(jax.devices()[:shards]), ("tp",))
+    arrays = (case.logits_BTV, case.draft_logits_BKV, *map(jnp.asarray, (
+        case.threshold_BT, case.key_BT2, case.draft_key_BK2, case.u_BK, case.count_B, case.temperature_B)))
+
+    def verify(logits, draft_logits, threshold, key, draft_key, u, count, temperature, axis_name=None):
+        options = dict(num_valid=V - 7, axis_name=axis_name, implementation="xla")
+        draft_BK, q = kernels.draw(draft_logits, temperature, threshold[:, :K], draft_key, **options)
+        likeliest_BT, p = kernels.draw(logits, temperature, threshold, None, **options)
+        drawn_BT, _ = kernels.draw(logits, temperature, threshold, key, **options)
+        return draft_BK, drawn_BT, *kernels.reject(p, likeliest_BT, draft_BK, count, q, temperature, u, key, **options)
+
+    split, whole = PartitionSpec(None, None, "tp"), PartitionSpec()
+    sharded = jax.jit(jax.shard_map(lambda *args: verify(*args, axis_name="tp"), mesh=mesh,
+                                    in_specs=(split, split, *[whole] * 6), out_specs=whole, check_vma=False))
+    for got, expected in zip(sharded(*arrays), jax.jit(verify)(*arrays), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    text = sharded.lower(*arrays).compile().as_text()
+    gathered = [line for line in text.splitlines() if " all-gather(" in line]
+    assert gathered and not any(str(V) in line.split(" all-gather(")[0] for line in gathered)
+
+
+# ---- The law of what rejection emits, added up exactly over every draft and every way of accepting it. ----
+
+
+def random_law(rng, V):
+    return rng.dirichlet(np.full(V, 0.7)).astype(np.float32)
+
+
+def with_zeros(rng, V):
+    law = random_law(rng, V)
+    law[rng.permutation(V)[: rng.integers(1, V)]] = 0
+    return law / law.sum()
+
+
+def one_hot(rng, V):
+    return np.eye(V, dtype=np.float32)[rng.integers(V)]
+
+
+# How the target's law p and the drafter's q of a context are made. Without q, the drafter's guess is certain.
+KINDS = {
+    "random": (random_law, random_law),
+    "q has zeros": (random_law, with_zeros),
+    "p has zeros": (with_zeros, random_law),
+    "both have zeros": (with_zeros, with_zeros),
+    "equal": (random_law, None),
+    "p one-hot": (one_hot, random_law),
+    "q one-hot": (random_law, one_hot),
+    "both one-hot": (one_hot, one_hot),
+    "guess": (random_law, "guess"),
+    "guess, p one-hot": (one_hot, "guess"),
+    "guess, p has zeros": (with_zeros, "guess"),
+}
+
+
+class Acceptance:
+    """`reject` for given laws p `[D, T, V]` and q `[D, K, V]` (or None), at temperature 1, on the given passes."""
+
+    def __init__(self, passes, law_DTV, draft_DK, count_D, q_DKV):
+        self.passes, self.draft_DK, self.count_D = passes, jnp.asarray(draft_DK), jnp.asarray(count_D)
+        D, self.T, self.V = law_DTV.shape
+        self.temperature_D = jnp.ones(D)
+        self.likeliest_DT, self.p = self._law(law_DTV)
+        self.q = None if q_DKV is None else self._law(q_DKV)[1]
+
+    def _law(self, law):
+        with np.errstate(divide="ignore"):
+            return self.passes.draw(np.log(law), self.temperature_D, None, None)
+
+    def accepted(self, u_DK):
+        """From the laws' statistics, which come from the passes; the residual's pass, which has no part in it, is left
+        to the reference."""
+        key_DT2 = np.zeros((*self.likeliest_DT.shape, 2), np.int32)
+        return np.asarray(product("xla").reject(self.p, self.likeliest_DT, self.draft_DK, self.count_D, self.q,
+                                                self.temperature_D, u_DK, key_DT2)[0])
+
+    def residual(self, n_D):
+        """The law that the next token is drawn from after n accepted drafts, `[D, V]`: one shard per token, whose mass
+        is the weight that the pass gave to that token."""
+        n_D = jnp.asarray(n_D)
+        guess_D = jnp.take_along_axis(self.draft_DK, jnp.minimum(n_D, self.T - 2)[:, None], axis=1)[:, 0]
+
+        def shard(law, v):
+            return None if law is None else law._replace(logits_BTV=law.logits_BTV[..., v : v + 1])
+
+        races = [self.passes.residual(
+            shard(self.p, v), guess_D if self.q is None else shard(self.q, v), n_D, n_D < self.count_D,
+            self.temperature_D, np.zeros((len(n_D), 2), np.int32), np.int32(v), num_valid=self.V)
+            for v in range(self.V)]
+        mass_DV = np.stack([np.asarray(race.mass, np.float64) for race in races], axis=1)
+        own_DV = np.stack([race.own_best for race in races], axis=1) * np.asarray(
+            EXPONENTIAL(jnp.int32(0), jnp.int32(0), jnp.arange(self.V, dtype=jnp.int32)))
+        return np.where(mass_DV.sum(1, keepdims=True) > 0, mass_DV, own_DV)
+
+    def probabilities(self):
+        """P(draft i is accepted | those before it are), from the product's answers alone, float64 `[D, K]`.
+
+        Acceptance is monotone in its uniform: its threshold is found by bisection, with the uniforms before it at 0.
+        """
+        D, K = self.draft_DK.shape
+        threshold_DK = np.zeros((D, K))
+        for i in range(K):
+            low_D, high_D = np.zeros(D, np.float32), np.ones(D, np.float32)
+            for _ in range(30):
+                u_DK = np.zeros((D, K), np.float32)
+                u_DK[:, i] = (low_D + high_D) / 2
+                ok_D = self.accepted(u_DK) > i
+                low_D, high_D = np.where(ok_D, u_DK[:, i], low_D), np.where(ok_D, high_D, u_DK[:, i])
+            threshold_DK[:, i] = high_D  # 1 where every uniform is accepted
+            threshold_DK[low_D == 0, i] = 0  # where none is
+        return threshold_DK
+
+
+def emitted_law(passes, p, q, V, K, count):
+    """Joint law of the K + 1 tokens that follow a context, where the first come from one round and the rest from p."""
+    contexts = [context for n in range(K + 1) for context in itertools.product(range(V), repeat=n)]
+    if q == "guess":
+        guess = {context: (7 * sum(context) + len(context) + 1) % V for context in contexts}
+        drafts = [()]
+        for _ in range(K):
+            drafts = [(*draft, guess[draft]) for draft in drafts]
+        weight_D, q_DKV = np.ones(1), None
+    else:
+        drafts = list(itertools.product(range(V), repeat=K))
+        weight_D = np.array([np.prod([np.float64(q[d[:i]][d[i]]) for i in range(K)]) for d in drafts])
+        q_DKV = np.array([[q[draft[:i]] for i in range(K)] for draft in drafts])
+    draft_DK = np.array(drafts, np.int32)
+    law_DTV = np.array([[p[draft[:i]] for i in range(K + 1)] for draft in drafts])
+    acceptance = Acceptance(passes, law_DTV, draft_DK, np.full(len(drafts), count, np.int32), q_DKV)
+    threshold_DK = acceptance.probabilities()
+
+    law = np.zeros((V,) * (K + 1))
+    for n in range(count + 1):
+        residual_DV = acceptance.residual(np.full(len(drafts), n, np.int32))
+        for d, draft in enumerate(drafts):
+            weight = weight_D[d] * threshold_DK[d, :n].prod() * (1 - threshold_DK[d, n] if n < count else 1)
+            if weight < 1e-12:
+                continue
+            own_V = residual_DV[d] / residual_DV[d].sum()
+            for rest in itertools.product(range(V), repeat=K + 1 - n):
+                text = draft[:n] + rest
+                follow = np.prod([np.float64(p[text[:i]][text[i]]) for i in range(n + 1, K + 1)])
+                law[text] += weight * own_V[rest[0]] * follow
+    return law
+
+
+def check_emitted_law(passes, V, K, kind, seeds, counts):
+    """Exact to 1e-6: the laws are float32 inputs here, and what is done with them in float32 rounds at 6e-8 a step."""
+    make_p, make_q = KINDS[kind]
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        contexts = [context for n in range(K + 1) for context in itertools.product(range(V), repeat=n)]
+        p = {context: make_p(rng, V) for context in contexts}
+        q = make_q if make_q == "guess" else {context: make_q(rng, V) if make_q else p[context] for context in contexts}
+        target = np.zeros((V,) * (K + 1))
+        for text in itertools.product(range(V), repeat=K + 1):
+            target[text] = np.prod([np.float64(p[text[:i]][text[i]]) for i in range(K + 1)])
+        for count in counts:
+            np.testing.assert_allclose(emitted_law(passes, p, q, V, K, count), target, atol=1e-6, rtol=0)
+
+
+class TestLaw:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(("V", "K"), [(6, 1), (4, 2), (3, 3)])
+    def test_the_emitted_law_is_the_targets(self, V, K, kind):
+        check_emitted_law(product("xla"), V, K, kind, seeds=range(3), counts=range(K + 1))
+
+    @pytest.mark.parametrize("kind", ["random", "both have zeros", "guess, p has zeros"])
+    def test_through_the_kernel(self, passes, kind):
+        check_emitted_law(passes, 3, 2, kind, seeds=[0], counts=[2])
+
+    def test_nothing_agrees_more_often(self):
+        """The acceptance of the first draft is the overlap of the laws, the most that any coupling can have."""
+        rng = np.random.default_rng(0)
+        V = 6
+        p_V, q_V = random_law(rng, V), random_law(rng, V)
+        threshold_D1 = Acceptance(product("xla"), np.tile(p_V, (V, 2, 1)), np.arange(V, dtype=np.int32)[:, None],
+                                  np.ones(V, np.int32), np.tile(q_V, (V, 1, 1))).probabilities()
+        np.testing.assert_allclose(threshold_D1[:, 0] @ q_V, np.minimum(p_V, q_V).sum(), atol=1e-6)
+
+    def test_both_ends_of_the_uniform(self):
+        """u = 0 accepts whatever the target can emit and nothing else; no u that occurs rejects where p exceeds q."""
+        law_BTV = np.tile(np.float32([0, 1e-30, 0.25, 0.75]), (4, 2, 1))
+        q_BKV = np.tile(np.float32([0.5, 0.5, 0, 0]), (4, 1, 1))
+        draft_BK, count_B = np.array([[0], [1], [2], [3]], np.int32), np.ones(4, np.int32)
+        for q, u, accepted in [(q_BKV, 0.0, [0, 1, 1, 1]), (None, 0.0, [0, 1, 1, 1]), (q_BKV, LAST, [0, 0, 1, 1]),
+                               (None, LAST, [0, 0, 0, 0])]:
+            case = Acceptance(product("xla"), law_BTV, draft_BK, count_B, q)
+            assert case.accepted(np.full((4, 1), u, np.float32)).tolist() == accepted
+        certain_BTV = np.tile(np.eye(4, dtype=np.float32)[2], (1, 2, 1))
+        certain = Acceptance(product("xla"), certain_BTV, np.array([[2]]), np.array([1]), None)
+        assert certain.accepted(np.full((1, 1), LAST)).tolist() == [1]
+
+    def test_a_guess_outside_the_vocabulary_is_rejected_and_leaves_the_targets_law(self):
+        """A prompt may hold ids that the target must not emit, and prompt lookup repeats them."""
+        law_BTV = np.tile(np.float32([0.2, 0.3, 0.5]), (1, 2, 1))
+        case = Acceptance(product("xla"), law_BTV, np.array([[3]]), np.array([1]), None)
+        for u in (0.0, 0.5):
+            assert case.accepted(np.full((1, 1), u, np.float32)).tolist() == [0]
+        np.testing.assert_allclose(case.residual([0])[0], law_BTV[0, 0], rtol=1e-6)
+
+
+class TestNoise:
+    def test_random_words_are_those_of_jax(self):
+        key, count = np.uint32([123, 4_000_000_456]), np.arange(64, dtype=np.uint32)
+        expected = np.asarray(threefry_2x32(jnp.asarray(key), jnp.asarray(count))).view(np.int32)
+        words = noise.threefry2x32(*key.view(np.int32), *count.view(np.int32).reshape(2, 32))
+        np.testing.assert_array_equal(np.concatenate(words), expected)
+
+    def test_exponentials_follow_their_law_down_to_the_smallest(self):
+        """Kolmogorov-Smirnov on -log E would not see the tail that unlikely tokens live on: counts there are compared
+        as well, each within six standard deviations, at fixed keys."""
+        N = 1 << 22
+        sample = np.sort(np.asarray(EXPONENTIAL(jnp.int32(3), jnp.int32(-5), jnp.arange(N))), axis=None)
+        assert sample[0] > 0 and sample[-1] < 17 and len(np.unique(sample[: N // 1000])) == N // 1000
+        cdf = -np.expm1(-sample.astype(np.float64))
+        assert np.abs(cdf - (np.arange(N) + 0.5) / N).max() < 2.0 / np.sqrt(N)
+        for x in 2.0 ** -np.arange(0, 18):
+            p = -np.expm1(-x)
+            assert abs((sample <= x).sum() - N * p) < 6 * np.sqrt(N * p * (1 - p))
+
+    def test_small_exponentials_are_precise(self):
+        """Their series against float64, on both sides of where it ends."""
+        words = jnp.arange(1 << 16, dtype=jnp.int32)
+        sample = np.asarray(EXPONENTIAL(jnp.int32(1), jnp.int32(2), words), np.float64)
+        high, low = (np.asarray(x).view(np.uint32) >> 8 for x in noise.threefry2x32(*map(jnp.int32, (1, 2)), words,
+                                                                                   jnp.int32(0)))
+        expected = -np.log1p(-(high + (low + 0.5) / 2**24) / 2**24)
+        np.testing.assert_allclose(sample[expected < 0.06], expected[expected < 0.06], rtol=4e-7)
+        np.testing.assert_allclose(sample[expected < 1], expected[expected < 1], rtol=0, atol=2**-23)
+        np.testing.assert_allclose(np.exp(-sample), np.exp(-expected), atol=2**-23)  # what 24 bits of v leave of it
