@@ -24,7 +24,7 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 CHAT = [{"role": "user", "content": "hello hello"}]
 FLAGS_OF_GENERATE = ("target", "drafter", "draft", "num_speculative_tokens", "drafter_options", "verify", "page_size",
                      "prompt", "prompts_file", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-                     "seed", "ignore_eos", "dtype", "compare", "output")
+                     "seed", "ignore_eos", "dtype", "implementation", "compare", "output")
 
 
 class Outcome(NamedTuple):
@@ -323,6 +323,7 @@ class TestBadInput:
         (["--seed=-1"], ["seed must be in [0, 2**32), got -1"]),
         (["--max_new_tokens=0"], ["max_new_tokens", "got 0"]),
         (["--page_size=0"], ["page_size must be a whole number of at least 1, got 0"]),
+        (["--implementation=mosaic_gpu"], ["'mosaic_gpu' cannot run here", "compute capability 9.0", "'cpu'"]),
         (["--prompt="], ["prompt 1 is empty"]),
         (["--prompt=", "--chat"], ["prompt 1 is empty"]),
         (["--prompt=a\udcff"], ["prompt 1 is not valid Unicode"]),

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import bench, checkpoint
-from specjax.checkpoints_convert import table as dtypes
 from specjax.cli import common, demo, jsonl
 from specjax.errors import SpecJAXError
 
@@ -25,7 +24,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """Defines the flags of `specjax bench`."""
     flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
-    common.define_drafter_flags(default="ngram")
+    common.define_decoding_flags(default="ngram")
     flags.adopt_module_key_flags(common)  # so that they are in the help text, and in the output's "command"
     flags.DEFINE_string("prompts_file", str(demo.PROMPTS), "JSONL file of prompts, as for specjax generate.")
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per prompt.")
@@ -33,8 +32,6 @@ def define_flags() -> None:
     flags.DEFINE_list("peers", [], f"Other engines to measure in the same run: {', '.join(bench.PEERS)}.")
     flags.DEFINE_integer("paging_length", 512,
                          "Also compare the paged cache with a contiguous one at this length; 0 is off.")
-    flags.DEFINE_enum("dtype", None, list(dtypes.DTYPES),
-                      "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
 
 

@@ -11,17 +11,19 @@ from rich.text import Text
 
 from specjax import generation, metrics
 from specjax.checkpoint import Model
+from specjax.checkpoints_convert import table
 from specjax.drafters import base
 from specjax.errors import SpecJAXError
 from specjax.generation import Generation
+from specjax.kernels import dispatch
 from specjax.verify import MODES
 
 DRAFT_STYLE, OWN_STYLE = "green", "cyan"
 FLAGS = flags.FLAGS
 
 
-def define_drafter_flags(default: str) -> None:
-    """Flags that say how drafts are made and checked."""
+def define_decoding_flags(default: str) -> None:
+    """Flags that say how models run, and how drafts are made and checked."""
     flags.DEFINE_enum("drafter", default, ["none", *base.names()], "How to guess tokens.")
     flags.DEFINE_string("draft", None, "Draft model, for --drafter=draft_model: a checkpoint or Hugging Face folder.")
     flags.DEFINE_integer("num_speculative_tokens", None,
@@ -30,12 +32,17 @@ def define_drafter_flags(default: str) -> None:
                       "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.")
     flags.DEFINE_enum("verify", "rejection", MODES, "How drafts are accepted; see the README. Both are lossless.")
     flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.")
+    flags.DEFINE_enum("dtype", None, list(table.DTYPES),
+                      "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
+    flags.DEFINE_enum("implementation", None, dispatch.IMPLEMENTATIONS,
+                      "Of attention and verification; by default our kernels where they can run: see specjax env.")
 
 
 def drafter_arguments(draft: Model | None) -> dict:
     """The drafter flags as keyword arguments of `generation.generate`."""
     return dict(drafter=FLAGS.drafter, draft=draft, num_speculative_tokens=FLAGS.num_speculative_tokens,
-                drafter_options=_options(FLAGS.drafter_options), verify=FLAGS.verify, page_size=FLAGS.page_size)
+                drafter_options=_options(FLAGS.drafter_options), verify=FLAGS.verify, page_size=FLAGS.page_size,
+                implementation=FLAGS.implementation)
 
 
 def num_speculative_tokens() -> int:

@@ -6,7 +6,6 @@ from absl import flags
 from rich.console import Console
 
 from specjax import checkpoint, generation
-from specjax.checkpoints_convert import table
 from specjax.cli import common, jsonl
 from specjax.errors import SpecJAXError
 
@@ -17,7 +16,7 @@ def define_flags() -> None:
     """Defines the flags of `specjax generate`."""
     flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face Llama folder.",
                         required=True)
-    common.define_drafter_flags(default="ngram")
+    common.define_decoding_flags(default="ngram")
     flags.adopt_module_key_flags(common)  # so that they are in the help text
     flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
     flags.DEFINE_string("prompts_file", None, "JSONL file of prompts: strings, or objects with 'prompt' or 'messages' "
@@ -30,8 +29,6 @@ def define_flags() -> None:
     flags.DEFINE_float("min_p", 0.0, "Sample from tokens with at least this share of the largest probability.")
     flags.DEFINE_integer("seed", 0, "Seed of every prompt; the same seed gives the same text.")
     flags.DEFINE_bool("ignore_eos", False, "Go on after end-of-sequence tokens.")
-    flags.DEFINE_enum("dtype", None, list(table.DTYPES),
-                      "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
     flags.DEFINE_bool("compare", False, "Also decode without speculation, and report both.")
     flags.DEFINE_string("output", None, "JSONL file to write completions to; it must not exist.")
 
@@ -71,7 +68,8 @@ def main(argv: list[str]) -> int:
         for prompt, completion in zip(prompts, result.completions, strict=True):
             print(f"{jsonl.headline(prompt)}\n{completion.tokens if completion.text is None else completion.text}\n")
     if FLAGS.compare:
-        plain = generation.generate(target, "none", prompts, verify=FLAGS.verify, page_size=FLAGS.page_size, **options)
+        plain = generation.generate(target, "none", prompts, verify=FLAGS.verify, page_size=FLAGS.page_size,
+                                    implementation=FLAGS.implementation, **options)
         runs = {"plain": [plain], **runs}
     k = common.num_speculative_tokens()
     console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, k))
