@@ -19,7 +19,7 @@ from specjax.kernels.verify.noise import exponential
 from specjax.kernels.verify.partial import MASKED, Race, Scan
 
 THREADS = 128
-TILE = 2048  # 16 numbers per thread: the noise of more would not fit into registers beside them
+TILE = 2048  # 16 numbers per thread: with noise 127 registers, so that four blocks share a processor; 32 take 250
 
 
 def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: int, *, interpret=None) -> Scan:
@@ -44,7 +44,7 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
             out.append(jnp.sum(weight))
             if noise:
                 race = weight / exponential(key_ref[row, 0], key_ref[row, 1], token)
-                value = jnp.where(temperature == 0.0, x, race)
+                value = jnp.where(jnp.broadcast_to(temperature, x.shape) == 0.0, x, race)
         for ref, number in zip(out_refs, [*out, *_best(value, token)], strict=True):
             ref[row, tile] = number
 
