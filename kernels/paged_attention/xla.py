@@ -27,7 +27,7 @@ def pages_held(block_table_BX, P: int):
     """How many pages each sequence holds: int32 `[B]`, those before the first id that is no page of the pool."""
     X = block_table_BX.shape[1]
     held_BX = (block_table_BX >= 0) & (block_table_BX < P)
-    return jnp.where(held_BX, X, jnp.arange(X)).min(axis=1)
+    return jnp.where(held_BX, X, jnp.arange(X, dtype=jnp.int32)).min(axis=1)
 
 
 def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B, ancestors_BT2=None):
