@@ -1,4 +1,7 @@
-"""specjax bench: decoding speed, plain and speculative, against the machine's own limit and other engines."""
+"""specjax bench: decoding speed, plain and speculative, against the machine's own limit and other engines.
+
+`specjax bench kernels` is a command of its own: the GPU kernels by themselves.
+"""
 
 from __future__ import annotations
 

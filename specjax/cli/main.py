@@ -12,7 +12,7 @@ from absl import flags, logging
 import specjax
 from specjax.errors import SpecJAXError
 
-COMMANDS = ("generate", "convert", "export", "bench", "demo")
+COMMANDS = ("generate", "convert", "export", "bench", "bench kernels", "demo", "env")
 USAGE_ERROR = 2
 
 
@@ -27,26 +27,28 @@ def main(argv: list[str]) -> int:
     if len(argv) < 2 or argv[1] in ("-h", "--help", "--helpfull", "help"):
         print("usage: specjax <command> [flags]\n\ncommands:")
         for name in COMMANDS:
-            print(f"  {name:10}{_module(name).__doc__.splitlines()[0].partition(': ')[2]}")
+            print(f"  {name:15}{_module(name).__doc__.splitlines()[0].partition(': ')[2]}")
         print("\nspecjax <command> --help shows the flags; --flagfile=FILE reads flags from a file.")
         return 0 if len(argv) > 1 else USAGE_ERROR
     if argv[1] == "--version":
         print(f"specjax {specjax.__version__}")
         return 0
-    if argv[1] not in COMMANDS:
-        return _complain(f"command {argv[1]!r} does not exist; there is: {', '.join(COMMANDS)}")
-    command = _module(argv[1])
+    words = 2 if " ".join(argv[1:3]) in COMMANDS else 1  # "bench" is a command, and so is "bench kernels"
+    name, arguments = " ".join(argv[1 : 1 + words]), argv[1 + words :]
+    if name not in COMMANDS:
+        return _complain(f"command {name!r} does not exist; there is: {', '.join(COMMANDS)}")
+    command = _module(name)
     command.define_flags()
-    if any(arg.lstrip("-") in ("h", "help", "helpshort") for arg in argv[2:] if arg.startswith("-")):
+    if any(arg.lstrip("-") in ("h", "help", "helpshort") for arg in arguments if arg.startswith("-")):
         print(command.__doc__.strip() + "\n")
         print(flags.FLAGS.module_help(command.__name__))
         return 0
     try:
-        rest = flags.FLAGS(argv[1:])[1:]
+        rest = flags.FLAGS([name, *arguments])[1:]
         if rest:
             raise SpecJAXError(f"{rest[0]!r} is not a flag; flags look like --name=value")
         _configure_jax()
-        return command.main(argv[1:]) or 0
+        return command.main([name, *arguments]) or 0
     except (SpecJAXError, flags.Error) as error:
         return _complain(str(error))
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def _module(command: str):
-    return importlib.import_module(f"specjax.cli.{command}")
+    return importlib.import_module(f"specjax.cli.{command.replace(' ', '_')}")
 
 
 def _complain(message: str) -> int:

@@ -1,0 +1,70 @@
+"""specjax bench kernels: our kernels on this GPU: whether they are right, and how fast beside what its memory can do.
+
+Exit code 1: a kernel is wrong or failed; the figures do not count then. A goal that is missed is only shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import sys
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from specjax import bench_kernels
+from specjax.cli import jsonl
+from specjax.errors import SpecJAXError
+from specjax.kernels import bench, dispatch
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of `specjax bench kernels`."""
+    flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.", required=True)
+    flags.DEFINE_integer("page_size", 64, "Slots per page: 16, 32, 64 or 128.")
+    flags.DEFINE_float("budget_seconds", 200, "What is not measured by then is left out, and the table says so.")
+    flags.DEFINE_boolean("tiny", False, "Tiny sizes, in Pallas' interpreter where no GPU can run the kernels: to see "
+                                        "that everything runs. The figures mean nothing.")  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark. Returns the exit code."""
+    del argv
+    jsonl.refuse_existing(FLAGS.output)
+    if FLAGS.page_size not in (16, 32, 64, 128):
+        raise SpecJAXError(f"--page_size must be 16, 32, 64 or 128, got {FLAGS.page_size}")
+    if not 0 < FLAGS.budget_seconds < float("inf"):
+        raise SpecJAXError(f"--budget_seconds must be a positive number, got {FLAGS.budget_seconds}")
+    missing = dispatch.missing_gpu()
+    if missing and not FLAGS.tiny:
+        raise SpecJAXError(f"the kernels cannot run here: {missing}")
+    try:
+        with bench.interpreted() if missing else contextlib.nullcontext():
+            report = bench.run(bench.TINY if FLAGS.tiny else bench.FULL, page_size=FLAGS.page_size,
+                               budget_seconds=FLAGS.budget_seconds)  # fmt: skip
+    except NotImplementedError as error:
+        raise SpecJAXError(f"the kernels cannot run here: {error}") from error
+    device = str(jax.devices()[0].device_kind)
+    console, reasons = Console(highlight=False, width=None if sys.stdout.isatty() else 120), []
+    console.print(bench_kernels.table(report, device, reasons))
+    for i, reason in enumerate(reasons):
+        print(f"({i + 1}) not measured: {reason}")
+    for failure in report.failures:
+        print(f"specjax: failed: {failure}", file=sys.stderr)
+    print(f"{len(report.checks)} checks, {len(report.failures)} failures, {report.seconds:.0f} s."
+          + (f" A copy on this card: {report.copy_bytes_per_second / 1e9:.0f} GB/s, read and written bytes together."
+             f" {bench_kernels.fixed_cost(report)}" if report.rows else ""))  # fmt: skip
+    result = {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(__name__) if flag.present],
+              "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
+              "python": platform.python_version(), "device": device, "interpreted": bool(missing),
+              "fixed_seconds": report.fixed_seconds, **dataclasses.asdict(report)}  # fmt: skip
+    for row, figures in zip(report.rows, result["rows"], strict=True):
+        figures["share"] = {name: report.share(row, name) for name in row.seconds}
+    jsonl.write_text(FLAGS.output, json.dumps(result, indent=2, allow_nan=False) + "\n")
+    return 1 if report.failures else 0

@@ -1,0 +1,203 @@
+"""The kernels, and whole generations through them, on a real GPU: JAX_PLATFORMS=cuda pytest -m gpu tests/gpu"""
+
+
+import functools
+import os
+import pathlib
+import sys
+from types import SimpleNamespace
+
+# The cases of the kernels are those that run without a GPU.
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
+if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+    # What makes tiny models compile faster on a CPU would make the GPU's programs slow. No backend exists yet.
+    OURS = ("--xla_force_host_platform", "--xla_backend_optimization", "--xla_llvm_disable", "--xla_cpu")
+    os.environ["XLA_FLAGS"] = " ".join(x for x in os.environ.get("XLA_FLAGS", "").split() if not x.startswith(OURS))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_paged_attention as attention_tests
+import test_verify_kernels as verify_tests
+from conftest import compilations, full_logits
+
+from specjax import generation, llama, sampling
+from specjax.checkpoint import Model
+from specjax.config import LlamaConfig
+from specjax.kernels import bench, dispatch, verify
+from specjax.kernels.paged_attention import mosaic_gpu as attention_kernel
+from specjax.kernels.verify import mosaic_gpu as verify_kernel
+from specjax.kernels.verify.noise import exponential
+from specjax.kernels.verify.partial import join_races
+from specjax.sampling import SamplingParams, Stream
+
+pytestmark = pytest.mark.gpu
+
+IMPLEMENTATION = "mosaic_gpu"
+PASSES = SimpleNamespace(
+    draw=jax.jit(functools.partial(verify.draw, implementation=IMPLEMENTATION), static_argnames="num_valid"),
+    reject=jax.jit(functools.partial(verify.reject, implementation=IMPLEMENTATION), static_argnames="num_valid"),
+    residual=jax.jit(lambda *args, num_valid: join_races(verify_kernel.residual(*args, num_valid)),
+                     static_argnames="num_valid"))  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="session")
+def gpu():
+    """A test that was asked for and cannot run has not passed."""
+    if reason := dispatch.missing_gpu():
+        pytest.fail(f"tests marked gpu cannot run: {reason}. Run JAX_PLATFORMS=cuda pytest -m gpu tests/gpu")
+
+
+class TestAttention:
+    @pytest.mark.parametrize("name", attention_tests.CASES)
+    def test_case(self, name):
+        case = attention_tests.CASES[name]
+        arrays, ancestors_BT2 = case.arguments()
+        out_BTNH = attention_tests.ATTENTION(*arrays, ancestors_BT2=ancestors_BT2, implementation=IMPLEMENTATION)
+        assert not case.wrong(np.asarray(out_BTNH, np.float64)).any()
+
+    @pytest.mark.parametrize("splits", [1, 2, 3, 7])
+    def test_splits(self, splits):
+        case = attention_tests.Case([-1, 3, 150, 390], 6, G=4, NKV=2, H=128, Z=64, X=7, dtype="bfloat16")
+        out_BTNH = jax.jit(functools.partial(attention_kernel.paged_attention, num_splits=splits))(*case.arguments()[0])
+        assert not case.wrong(np.asarray(out_BTNH, np.float64)).any()
+
+    def test_it_gives_the_same_every_time(self):
+        """A race would hardly."""
+        case = attention_tests.Case([100, 2000, 777, -1], 6, G=4, NKV=8, H=128, Z=64, X=32, dtype="bfloat16")
+        arrays, _ = case.arguments()
+        first = np.asarray(attention_tests.ATTENTION(*arrays, implementation=IMPLEMENTATION).astype(jnp.float32))
+        for _ in range(50):
+            again = attention_tests.ATTENTION(*arrays, implementation=IMPLEMENTATION)
+            np.testing.assert_array_equal(np.asarray(again.astype(jnp.float32)), first)
+
+
+class TestVerification:
+    @pytest.mark.parametrize(("V", "dtype", "valid"), [
+        (2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)])  # fmt: skip
+    def test_draws(self, V, dtype, valid):
+        verify_tests.Round(PASSES, V, dtype=dtype, valid=valid).check_draws()
+
+    @pytest.mark.parametrize(("V", "dtype", "guess", "seed"), [
+        (2048, jnp.bfloat16, True, 1), (4999, jnp.float32, False, 2), (40, jnp.float32, False, 3)])  # fmt: skip
+    def test_rejection(self, V, dtype, guess, seed):
+        verify_tests.Round(PASSES, V, dtype=dtype, guess=guess, valid=V - 3, seed=seed).check_rejection()
+
+    @pytest.mark.parametrize("kind", ["random", "both have zeros", "guess, p has zeros"])
+    def test_the_emitted_law_is_the_targets(self, kind):
+        verify_tests.check_emitted_law(PASSES, 3, 2, kind, seeds=[0], counts=[2])
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_checks_of_the_benchmark(page_size):
+    found = {name: check() for name, check in bench.checks(bench.FULL, page_size)}
+    assert not {name: problems for name, problems in found.items() if problems}
+
+
+@functools.cache
+def model(dtype, seed: int = 0, noise: float = 0.0) -> Model:
+    """A random Llama that the kernels can run, with wide weights, so that its laws are far from flat."""
+    config = LlamaConfig(vocab_size=1000, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
+                         num_kv_heads=2, head_dim=64, max_position_embeddings=512)  # fmt: skip
+    params = llama.init(jax.random.key(seed), config, scale=0.12)
+    if noise:
+        other = llama.init(jax.random.key(seed + 1), config, scale=0.12)
+        params = jax.tree.map(lambda a, b: a + noise * b, params, other)
+    # In both dtypes the very same numbers.
+    return Model(config, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), params), None, (), "random")
+
+
+PROMPTS = [np.random.default_rng(i).integers(0, 1000, length).tolist()
+           for i, length in enumerate((5, 70, 33, 128, 1, 64))]  # fmt: skip
+NEW = 48
+
+
+def generate(drafter, **options):
+    """Texts of the bfloat16 model, on the kernels."""
+    options = dict(verify="coupled", max_new_tokens=NEW, implementation=IMPLEMENTATION) | options
+    if drafter == "draft_model":
+        options |= dict(draft=model(jnp.bfloat16, noise=0.1))
+    made = generation.generate(model(jnp.bfloat16), drafter, PROMPTS, **options)
+    return [list(completion.tokens) for completion in made.completions]
+
+
+def on_xla(dtype, tokens_BS):
+    """`conftest.full_logits` by the reference: its page is as long as the text, which no kernel of ours takes."""
+    return jnp.asarray(full_logits(model(dtype), tokens_BS), jnp.float32)
+
+
+class Judge:
+    """Of which token is right after a text: the logits of the same weights in float32, on the `xla` implementation.
+
+    Logits in bfloat16 are off. By how much, the `xla` implementation itself shows on the same texts: what its bfloat16
+    logits differ at most from its float32 ones is what either of two compared logits may be off by on a kernel, and as
+    much again is left for the kernel's own order of rounding. Two tokens within four times it are a near tie.
+    """
+
+    def __init__(self, texts):
+        tokens_BS = np.zeros((len(texts), 256), np.int32)
+        for row, prompt, text in zip(tokens_BS, PROMPTS, texts, strict=True):
+            row[: len(prompt) + len(text)] = prompt + text
+        with jax.default_matmul_precision("highest"):
+            self.logits_BSV = on_xla(jnp.float32, tokens_BS)
+        off_BSV = abs(on_xla(jnp.bfloat16, tokens_BS) - self.logits_BSV)
+        written_BS = np.arange(256) < np.array([len(p) + len(t) for p, t in zip(PROMPTS, texts, strict=True)])[:, None]
+        self.margin = 4 * float(off_BSV.max(-1)[written_BS].max())
+        self.texts = texts
+        # A margin that most wrong tokens would pass is none.
+        assert self.margin < 0.5 * float(self.logits_BSV.std(-1)[written_BS].mean())
+
+    def values(self, b: int, i: int, temperature: float, seed: int):
+        """What the i-th new token is the largest of, as logits."""
+        position = len(PROMPTS[b]) + i
+        logits_V = np.asarray(self.logits_BSV[b, position - 1], np.float64)
+        if temperature == 0:
+            return logits_V
+        params = SamplingParams(jnp.uint32([seed]))
+        key_2 = sampling.keys(params, jnp.int32([[position]]), Stream.TARGET)[0, 0]
+        noise_V = exponential(*key_2, jnp.arange(len(logits_V), dtype=jnp.int32))
+        return logits_V - temperature * np.log(np.asarray(noise_V, np.float64))
+
+    def check(self, temperature: float = 0.0, seed: int = 0):
+        """Every token is the best after the text before it, or nearly."""
+        behind_BN = np.array([[value_V.max() - value_V[token] for i, token in enumerate(text)
+                               for value_V in [self.values(b, i, temperature, seed)]]
+                              for b, text in enumerate(self.texts)])  # fmt: skip
+        assert behind_BN.max() <= self.margin
+        assert (behind_BN == 0).mean() > 0.9, "far more near ties than bfloat16 makes"
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_every_token_is_right_after_the_text_before_it(self, drafter, temperature):
+        texts = generate(drafter, temperature=temperature, seed=7)
+        assert all(len(text) == NEW for text in texts)
+        Judge(texts).check(temperature, seed=7)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_speculation_changes_a_text_at_near_ties_only(self, temperature):
+        """The first difference is judged; what follows it follows another text."""
+        plain, coupled = (generate(name, temperature=temperature, seed=7) for name in ("none", "draft_model"))
+        judge = Judge(plain)
+        for b, (one, other) in enumerate(zip(plain, coupled, strict=True)):
+            i = next((i for i in range(NEW) if one[i] != other[i]), None)
+            if i is not None:
+                value_V = judge.values(b, i, temperature, 7)
+                assert abs(value_V[one[i]] - value_V[other[i]]) <= judge.margin
+        assert sum(one == other for one, other in zip(plain, coupled, strict=True)) >= len(PROMPTS) // 2
+
+    def test_rejection_sampling_emits_as_many_tokens(self):
+        texts = generate("draft_model", verify="rejection", temperature=0.8)
+        assert [len(text) for text in texts] == [NEW] * len(PROMPTS)
+
+    def test_the_kernels_are_what_runs_by_default(self):
+        assert dispatch.choose(None) == IMPLEMENTATION
+        assert generate("ngram", implementation=None) == generate("ngram")
+
+    def test_nothing_is_compiled_for_a_second_call(self):
+        generate("draft_model", temperature=0.8, seed=1)
+        with compilations() as compiled:
+            generate("draft_model", temperature=0.8, seed=2)
+        assert not compiled
