@@ -10,6 +10,7 @@ import jax
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 HOPPER = (9, 0)
+H100_PROCESSORS = 132
 
 _compiling_for = contextvars.ContextVar("compiling_for", default=None)
 
@@ -63,9 +64,21 @@ def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
         _compiling_for.reset(token)
 
 
+def num_processors() -> int:
+    """Streaming multiprocessors of JAX's default device; those of an H100 where that is no GPU."""
+    return getattr(_device(), "core_count", None) or H100_PROCESSORS
+
+
+def _device() -> jax.Device:
+    default = jax.config.jax_default_device  # a device, the name of a platform, or None
+    if default is None:
+        return jax.devices()[0]
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+
+
 def _capability() -> tuple[int, int] | None:
     """Compute capability of the default device, None where that is no NVIDIA GPU."""
-    device = jax.devices()[0]
+    device = _device()
     version = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD devices say "gfx..."
     if device.platform != "gpu" or not version[:1].isdigit():
         return None

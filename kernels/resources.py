@@ -6,7 +6,8 @@
 The exit code is 1 where a kernel spills registers or wants more shared memory than there is.
 
 What decides about a kernel's code is the shape of its tiles, not how many there are. Of the number of kv heads, and of
-how many sequences there are, attention only makes its grid, except that a small grid is split further.
+how many sequences there are, attention only makes its grid, except that a small grid is split further. So a quarter of
+Llama-3 70B stands for all of it, and where one row differs from another in its grid alone, one of them is enough.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from specjax.kernels.paged_attention import paged_attention
 
 TABLE = pathlib.Path(__file__).parent / "RESOURCES.md"
 MAX_SLOTS = 8192
-HEADS = {"Llama-3 8B": (32, 8, 128), "Llama-3 70B": (64, 8, 128), "Llama-3 70B, a quarter": (16, 2, 128),
-         "SmolLM2 135M": (9, 3, 64)}
+HEADS = {"Llama-3 8B": (32, 8, 128), "Llama-3 70B, a quarter": (16, 2, 128), "SmolLM2 135M": (9, 3, 64),
+         "own kv heads": (8, 8, 128), "16 heads per kv head": (32, 2, 128)}
 WORK = {"one token": (1, False), "chain of 6": (6, False), "tree of 32": (32, True), "tree of 64": (64, True),
         "prompt chunk of 256": (256, False)}
 
@@ -51,24 +52,35 @@ class Configuration(NamedTuple):
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every configuration of every kernel."""
-    for heads in ("Llama-3 8B", "Llama-3 70B, a quarter", "SmolLM2 135M"):
-        for work in ("chain of 6", "tree of 32", "tree of 64"):
-            for page_size in (16, 64):
-                yield _attention(heads, work, page_size)
-        for work in ("one token", "prompt chunk of 256"):
-            yield _attention(heads, work, 64)
-    yield _attention("Llama-3 70B", "chain of 6", 64)
+    """Of every way to compile every kernel, a representative."""
+    # How pages are read is the same code in all of these, so that each size of page meets each kind of work once only.
+    for page_size in (16, 32, 64, 128):
+        yield _attention("Llama-3 8B", "chain of 6", page_size)
+    for work, page_size in (("tree of 32", 16), ("tree of 32", 64), ("tree of 64", 64), ("one token", 64),
+                            ("prompt chunk of 256", 64)):  # fmt: skip
+        yield _attention("Llama-3 8B", work, page_size)
+    # One token of it, and its prompts, are the 8B's but for a division by the number of query heads per kv head.
+    for work, page_size in (("chain of 6", 64), ("tree of 64", 16)):
+        yield _attention("Llama-3 70B, a quarter", work, page_size)
+    for work, page_size in (("chain of 6", 64), ("tree of 32", 64), ("tree of 64", 16), ("one token", 64),
+                            ("prompt chunk of 256", 64)):  # fmt: skip
+        yield _attention("SmolLM2 135M", work, page_size)
+    yield _attention("own kv heads", "chain of 6", 64)
+    yield _attention("16 heads per kv head", "tree of 64", 128)
     yield _attention("Llama-3 8B", "chain of 6", 64, batch=64)  # enough blocks without a split
     yield _attention("Llama-3 8B", "chain of 6", 64, dtype=jnp.float16)
+    yield _attention("SmolLM2 135M", "tree of 32", 32, dtype=jnp.float16)
     for mode in ("greedy", "normalize"):
         yield _scan(128256, jnp.float32, mode)
-    yield _residual(128256, jnp.float32, drawn=False)
-    # The last one divides into nothing, so that no wide loads are possible.
-    for V, dtypes in ((128256, (jnp.float32, jnp.bfloat16)), (49152, (jnp.float32,)), (32003, (jnp.float32,))):
-        for dtype in dtypes:
-            yield _scan(V, dtype, "draw")
-            yield _residual(V, dtype, drawn=True)
+    yield _residual(128256, jnp.float32, None)
+    # How wide a load may be follows from the vocabulary: as wide as can be, of one number for the odd ones; that of 40
+    # is padded.
+    for V, dtype in ((128256, jnp.float32), (128256, jnp.bfloat16), (32003, jnp.float32), (32003, jnp.bfloat16),
+                     (1001, jnp.float16), (40, jnp.float32)):  # fmt: skip
+        yield _scan(V, dtype, "draw")
+        yield _residual(V, dtype, dtype)
+    yield _residual(49152, jnp.float32, jnp.float32)  # SmolLM2's: no tile overlaps another
+    yield _residual(128256, jnp.float32, jnp.bfloat16)
 
 
 def _attention(heads: str, work: str, page_size: int, batch: int = 4, dtype=jnp.bfloat16) -> Configuration:
@@ -96,18 +108,21 @@ def _scan(V: int, dtype, mode: str) -> Configuration:
     return Configuration("verify_scan", f"V={V}, {mode}, {jnp.dtype(dtype).name}", call, args)
 
 
-def _residual(V: int, dtype, drawn: bool) -> Configuration:
+def _residual(V: int, dtype, draft_dtype) -> Configuration:
+    """With drafts that have laws over logits of this dtype, or guesses where it is None."""
     B, K = 4, 5
     call = functools.partial(verify.reject, implementation="mosaic_gpu")
 
-    def law(T):
-        return verify.Law(Shape((B, T, V), dtype), *[Shape((B, T), jnp.float32)] * 3)
+    def law(dtype, *T):
+        return verify.Law(Shape((B, *T, V), dtype), *[Shape((B, *T), jnp.float32)] * 3)
 
     ids_BT, ids_BK = (Shape((B, T), jnp.int32) for T in (K + 1, K))
-    args = (law(K + 1), ids_BT, ids_BK, Shape((B,), jnp.int32), law(K) if drawn else None, Shape((B,), jnp.float32),
+    draft_law = None if draft_dtype is None else (law(draft_dtype),) * K
+    args = (law(dtype, K + 1), ids_BT, ids_BK, Shape((B,), jnp.int32), draft_law, Shape((B,), jnp.float32),
             Shape((B, K), jnp.float32), Shape((B, K + 1, 2), jnp.int32))
-    drafts = "drafts with laws" if drawn else "guesses"
-    return Configuration("verify_residual", f"V={V}, {drafts}, {jnp.dtype(dtype).name}", call, args)
+    drafts = "guesses" if draft_law is None else "drafts with laws"
+    dtypes = " and ".join(jnp.dtype(name).name for name in dict.fromkeys((dtype, draft_dtype or dtype)))
+    return Configuration("verify_residual", f"V={V}, {drafts}, {dtypes}", call, args)
 
 
 def measure(configuration: Configuration, mesh: jax.sharding.Mesh) -> aot.Resources:

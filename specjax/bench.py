@@ -61,6 +61,7 @@ def decode_speed(target: Model, prompts: dict[str, generation.Prompt], *, max_ne
     Raises:
       SpecJAXError: a peer that is unknown or not installed; or speculation that changed a text.
     """
+    common = {name: drafter[name] for name in ("verify", "page_size", "implementation") if name in drafter}
     engines = {name: _peer(name)(target) for name in peers}
     # One array of as many bytes as the weights: what the memory can do, undisturbed by where arrays begin and end.
     size = sum(x.nbytes for x in jax.tree.leaves(target.params))
@@ -73,7 +74,7 @@ def decode_speed(target: Model, prompts: dict[str, generation.Prompt], *, max_ne
         runs = {"plain": [], "speculative": [], "floor": [], **{peer: [] for peer in engines}}
         for _ in range(repeats + 1):
             runs["floor"].append(1 / np.median([_seconds(read_memory, memory) for _ in range(9)]))
-            plain = generation.generate(target, "none", **arguments)
+            plain = generation.generate(target, "none", **arguments, **common)
             speculative = generation.generate(target, **arguments, **drafter)
             tokens = len(plain.completions[0].tokens)
             differ = plain.completions[0].tokens != speculative.completions[0].tokens
@@ -91,7 +92,8 @@ def decode_speed(target: Model, prompts: dict[str, generation.Prompt], *, max_ne
 
 
 def paging_cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[float, float]:
-    """Seconds of a plain decode step at `length` tokens with the paged cache, and with one contiguous run of slots.
+    """Seconds of a plain decode step at `length` tokens with the paged cache, and with one contiguous run of slots,
+    both through XLA.
 
     Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence, read where it lies.
     """
@@ -101,7 +103,7 @@ def paging_cost(target: Model, *, length: int, page_size: int, repeats: int) -> 
         return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, slots), bool), start_B)
 
     def prepare(size: int):
-        cfg = decode.DecodeConfig(target.config, page_size=size)
+        cfg = decode.DecodeConfig(target.config, page_size=size, implementation="xla")
         tokens_BS = jnp.arange(slots)[None] % target.num_valid_tokens
         state = decode.init(target.params, None, cfg, tokens_BS, jnp.array([length]), jnp.array([slots]),
                             jnp.array([[-1]]), SamplingParams(jnp.zeros(1, jnp.uint32)))
@@ -122,9 +124,9 @@ def paging_cost(target: Model, *, length: int, page_size: int, repeats: int) -> 
     return tuple(map(float, np.median(times, axis=0)))
 
 
-def first_token_seconds(target: Model, prompt: generation.Prompt, started: float) -> float:
+def first_token_seconds(target: Model, prompt: generation.Prompt, started: float, drafter: dict[str, Any]) -> float:
     """Seconds from `started` (`time.perf_counter`) until the first tokens of a prompt have been generated."""
-    generation.generate(target, "ngram", [prompt], max_new_tokens=1)
+    generation.generate(target, prompts=[prompt], max_new_tokens=1, **drafter)
     return time.perf_counter() - started
 
 

@@ -61,10 +61,9 @@ class DecodeConfig:
             raise SpecJAXError(f"verify must be one of {', '.join(MODES)}, got {self.verify!r}")
         if not isinstance(self.page_size, int) or self.page_size < 1:
             raise SpecJAXError(f"page_size must be a whole number of at least 1, got {self.page_size!r}")
-        try:
-            dispatch.choose(self.implementation)
-        except ValueError as error:
-            raise SpecJAXError(str(error)) from error
+        if self.implementation not in (None, *dispatch.IMPLEMENTATIONS):
+            raise SpecJAXError(f"implementation must be one of {', '.join(dispatch.IMPLEMENTATIONS)} or None, "
+                               f"got {self.implementation!r}")
         if self.drafter is not None and self.drafter.num_tokens < 1:
             raise SpecJAXError(f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}")
 
@@ -126,7 +125,8 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
       prefill_chunk: tokens of a prompt that are read at a time (static).
 
     Raises:
-      SpecJAXError: a chunk below 1; or JAX's 64-bit mode, in which the state would not keep its dtypes.
+      SpecJAXError: a chunk below 1; an implementation that cannot run these models here; or JAX's 64-bit mode, in
+        which the state would not keep its dtypes.
     """
     if jax.config.jax_enable_x64:
         raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -115,7 +116,7 @@ def generate(
       max_new_tokens: at least 1. The model's context may end a completion earlier.
       temperature, top_k, top_p, min_p, seed: see `specjax.sampling.SamplingParams`. This and everything else that
         may be a sequence has one entry per prompt, or one value for all. The same prompt with the same seed gives
-        the same text, alone or in any batch.
+        the same text, alone or in any batch. What no prompt uses is not compiled; other values compile nothing.
       eos_ids: ids that end a completion, one set for all prompts or one per prompt; by default the model's.
       page_size: slots per page of the key/value caches.
       implementation: "mosaic_gpu" (our kernels) or "xla", for attention and verification; by default the kernels where
@@ -266,6 +267,8 @@ def _named_drafter(name: str, target: Model, draft: Model | None, num_speculativ
     if draft is not None:
         check_same_vocabulary(target, draft)
     k = default_num_speculative_tokens() if num_speculative_tokens is None else num_speculative_tokens
+    if own := set(options) & set(inspect.signature(base.make).parameters):
+        raise SpecJAXError(f"{own.pop()!r} is no option of a drafter, but a parameter of its own")
     return base.make(name, k, target.config, draft.config if draft else None, implementation=implementation, **options)
 
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from specjax import kv_cache
 from specjax.config import LlamaConfig
-from specjax.kernels.paged_attention import paged_attention
+from specjax.errors import SpecJAXError
+from specjax.kernels import dispatch
+from specjax.kernels.paged_attention import mosaic_gpu, paged_attention
 from specjax.kv_cache import PagedKVCache
 
 CPU_FEW_ROWS, CPU_BLOCKS = 32, 4  # see `_matmul`
@@ -193,6 +195,20 @@ def _rotate(x_BTNH, rotation):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
 
+def check_implementation(cfg: LlamaConfig, dtype, page_size: int, implementation: str | None) -> None:
+    """Whether a model can run with this implementation of attention, here.
+
+    Raises:
+      SpecJAXError: it cannot, and why.
+    """
+    q_BTNH = jax.ShapeDtypeStruct((1, 1, cfg.num_heads, cfg.head_dim), dtype)
+    k_pool = jax.ShapeDtypeStruct((1, cfg.num_kv_heads, page_size, cfg.head_dim), dtype)
+    try:
+        dispatch.choose(implementation, mosaic_gpu.unsupported(q_BTNH, k_pool))
+    except ValueError as error:
+        raise SpecJAXError(str(error)) from error
+
+
 def prefill(params, cfg: LlamaConfig, tokens_BS: jax.Array, count_B: jax.Array, cache: PagedKVCache, chunk_size: int, *,
             taps: tuple[int, ...] = (), implementation: str | None = None):
     """Reads the first `count_B` tokens of each row into an empty cache, `chunk_size` at a time.
@@ -202,7 +218,11 @@ def prefill(params, cfg: LlamaConfig, tokens_BS: jax.Array, count_B: jax.Array, 
 
     Returns:
       The cache, and for each tap the residual stream `[B, S, D]`, which is 0 or means nothing from `count_B` on.
+
+    Raises:
+      SpecJAXError: an implementation that cannot run this model here.
     """
+    check_implementation(cfg, params["embed_VD"].dtype, cache.page_size, implementation)
     B, S = tokens_BS.shape
     cache = kv_cache.reserve(cache, count_B)
     num_chunks = -(-jnp.max(count_B) // chunk_size)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.kernels import verify as kernels
+from specjax.kernels import verify as verify_kernels
 from specjax.kernels.verify import Law
+from specjax.kernels.verify.partial import inverse
 
 EVERY_LOGIT = -2139095041  # `_order` of -inf
 
@@ -49,7 +50,8 @@ class SamplingParams:
 
 
 def draw(logits_BTV: jax.Array, sampling: SamplingParams, position_BT: jax.Array | None, stream: Stream | None, *,
-         num_valid: int | None = None, implementation: str | None = None) -> tuple[jax.Array, Law]:
+         num_valid: int | None = None, axis_name: str | None = None,
+         implementation: str | None = None) -> tuple[jax.Array, Law]:
     """Draws a token from the law of each row of logits: temperature first, then top-k, top-p and min-p.
 
     The noise is a function of (seed, position, stream) alone, so two laws drawn with the same three agree as often as
@@ -61,48 +63,49 @@ def draw(logits_BTV: jax.Array, sampling: SamplingParams, position_BT: jax.Array
       position_BT: int32 absolute position of each token to be drawn.
       stream: purpose of the draw; None for the most likely token instead.
       num_valid: token ids at or above it have probability 0 (static); None for none.
+      axis_name: mesh axis over which the vocabulary is split, inside `jax.shard_map`; V is then a shard's.
       implementation: of the pass over the vocabulary, see `kernels.dispatch.choose` (static).
 
     Returns:
       int32 `[B, T]`, and the laws.
     """
     key_BT2 = None if stream is None else keys(sampling, position_BT, stream)
-    return kernels.draw(logits_BTV, sampling.temperature_B, thresholds(logits_BTV[..., :num_valid], sampling), key_BT2,
-                        num_valid=num_valid, implementation=implementation)  # fmt: skip
+    threshold_BT = thresholds(logits_BTV, sampling, num_valid, axis_name)
+    return verify_kernels.draw(logits_BTV, sampling.temperature_B, threshold_BT, key_BT2, num_valid=num_valid,
+                               axis_name=axis_name, implementation=implementation)
 
 
-def probabilities(logits_BTV: jax.Array, sampling: SamplingParams) -> jax.Array:
-    """The law that `draw` draws from, written out: float32 `[B, T, V]`."""
-    likeliest_BT, law = draw(logits_BTV, sampling, None, None, implementation="xla")
-    greedy_BTV = jax.nn.one_hot(likeliest_BT, logits_BTV.shape[-1])
-    if sampling.temperature_B is None:
-        return greedy_BTV
-    greedy_B11 = sampling.temperature_B[:, None, None] == 0
-    weight_BTV = _weight(logits_BTV, law.largest_BT, sampling)
-    law_BTV = jnp.where(logits_BTV >= law.threshold_BT[..., None], weight_BTV, 0) / law.total_BT[..., None]
-    return jnp.where(greedy_B11, greedy_BTV, law_BTV)
-
-
-def thresholds(logits_BTV: jax.Array, sampling: SamplingParams) -> jax.Array | None:
+def thresholds(logits_BTV: jax.Array, sampling: SamplingParams, num_valid: int | None = None,
+               axis_name: str | None = None) -> jax.Array | None:
     """Least logit that passes all filters, float32 `[B, T]`; None where there are no filters.
 
     Every filter keeps the tokens whose logit reaches a threshold, so tokens that tie are kept or dropped together. It
     is compared with logits as they came: a scaled one may be rounded differently each time that the compiler computes
-    it, and would then not reach itself.
+    it, and would then not reach itself. Of a shard, only counts and masses leave it. Arguments as for `draw`.
     """
     if sampling.temperature_B is None or (sampling.top_k_B, sampling.top_p_B, sampling.min_p_B) == (None, None, None):
         return None
-    order_BTV, V = _order(logits_BTV), logits_BTV.shape[-1]
-    largest_BT = logits_BTV.max(axis=-1).astype(jnp.float32)
+    V = logits_BTV.shape[-1]
+    num_shards, shard = (jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)) if axis_name else (1, 0)
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    if num_valid is not None:
+        logits_BTV = jnp.where(jnp.arange(V) + shard * V < num_valid, logits_BTV, -jnp.inf)
+    largest_BT = logits_BTV.max(axis=-1)
+    if axis_name:
+        largest_BT = jax.lax.pmax(largest_BT, axis_name)
+    order_BTV = _order(logits_BTV)
     threshold_BT = jnp.full(logits_BTV.shape[:2], EVERY_LOGIT)
     if sampling.top_k_B is not None:
-        k_B1 = jnp.where(sampling.top_k_B > 0, jnp.minimum(sampling.top_k_B, V), V)[:, None]
-        threshold_BT = _largest_threshold(order_BTV, jnp.ones_like(order_BTV), k_B1)
+        k_B1 = jnp.where(sampling.top_k_B > 0, jnp.minimum(sampling.top_k_B, num_shards * V), num_shards * V)[:, None]
+        threshold_BT = _largest_threshold(order_BTV, jnp.ones_like(order_BTV), k_B1, axis_name)
     if sampling.top_p_B is not None:
-        weight_BTV = jnp.where(order_BTV >= threshold_BT[..., None], _weight(logits_BTV, largest_BT, sampling), 0)
+        scale_B11 = inverse(sampling.temperature_B)[:, None, None]
+        weight_BTV = jnp.exp((logits_BTV - largest_BT[..., None]) * scale_B11)
+        weight_BTV = jnp.where(order_BTV >= threshold_BT[..., None], weight_BTV, 0)
         # The most likely token always passes, even where p times the mass underflows.
-        enough_BT = jnp.maximum(sampling.top_p_B[:, None] * weight_BTV.sum(axis=-1), 1e-37)
-        nucleus_BT = _largest_threshold(order_BTV, weight_BTV, enough_BT)
+        mass_BT = _sum(weight_BTV, axis_name)
+        enough_BT = jnp.maximum(sampling.top_p_B[:, None] * mass_BT, 1e-37)
+        nucleus_BT = _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name)
         threshold_BT = jnp.where(sampling.top_p_B[:, None] < 1, jnp.maximum(threshold_BT, nucleus_BT), threshold_BT)
     threshold_BT = _from_order(threshold_BT)
     if sampling.min_p_B is not None:
@@ -112,7 +115,7 @@ def thresholds(logits_BTV: jax.Array, sampling: SamplingParams) -> jax.Array | N
     return threshold_BT
 
 
-def _largest_threshold(order_BTV, weight_BTV, enough_BT):
+def _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name: str | None):
     """The largest t such that the tokens of order t and above weigh enough: exact, by search over the digits of t.
 
     Nothing is sorted. Every pass reads the vocabulary once, and finds one digit.
@@ -125,7 +128,7 @@ def _largest_threshold(order_BTV, weight_BTV, enough_BT):
             shift = 32 - digit_bits * (i + 1)
             tries_BTC = t_BT[..., None] + (digits << shift)
             reach = order_BTV[:, :, None] >= tries_BTC[..., None]
-            weight_BTC = jnp.where(reach, weight_BTV[:, :, None], 0).sum(axis=-1)
+            weight_BTC = _sum(jnp.where(reach, weight_BTV[:, :, None], 0), axis_name)
             return t_BT + ((weight_BTC >= enough_BT[..., None]).sum(axis=-1) << shift)
 
         lowest_BT = jnp.full(order_BTV.shape[:2], -(2**31), jnp.int32)
@@ -146,15 +149,15 @@ def _from_order(order):
     return jax.lax.bitcast_convert_type(jnp.where(order >= 0, order, order ^ 0x7FFFFFFF), jnp.float32)
 
 
-def _weight(logits_BTV, largest_BT, sampling: SamplingParams):
-    """Share of a token in terms of the most likely one. Rows of temperature 0 mean nothing."""
-    temperature_B11 = jnp.where(sampling.temperature_B == 0, 1, sampling.temperature_B)[:, None, None]
-    return jnp.exp((logits_BTV.astype(jnp.float32) - largest_BT[..., None]) / temperature_B11)
+def _sum(x, axis_name: str | None):
+    """Over the last axis, and over the shards of it."""
+    total = x.sum(axis=-1)
+    return jax.lax.psum(total, axis_name) if axis_name else total
 
 
 def uniform(sampling: SamplingParams, position_BT: jax.Array, stream: Stream) -> jax.Array:
     """One uniform of [0, 1) per position, float32 `[B, T]`; it can be exactly 0, never 1."""
-    return kernels.uniform(keys(sampling, position_BT, stream))
+    return verify_kernels.uniform(keys(sampling, position_BT, stream))
 
 
 def keys(sampling: SamplingParams, position_BT: jax.Array, stream: Stream) -> jax.Array:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling as sampling_lib
-from specjax.kernels import verify as kernels
+from specjax.kernels import verify as verify_kernels
 from specjax.kernels.verify import Law
 from specjax.sampling import SamplingParams, Stream
 
@@ -41,7 +41,7 @@ class Verified(NamedTuple):
 
 def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.Array, draft_law: Law | None,
            sampling: SamplingParams, position_B: jax.Array, *, num_valid: int | None = None,
-           implementation: str | None = None) -> Verified:
+           axis_name: str | None = None, implementation: str | None = None) -> Verified:
     """Verifies a chain of K drafts with the target's logits at T = K + 1 positions.
 
     Args:
@@ -53,19 +53,19 @@ def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.A
         deterministic guesses (a law of one on the guess). Not used by `coupled`.
       sampling: temperatures, filters and seeds.
       position_B: int32 absolute position of the first token that this round emits.
-      num_valid, implementation: as for `sampling.draw`.
+      num_valid, axis_name, implementation: as for `sampling.draw`.
     """
-    options = dict(num_valid=num_valid, implementation=implementation)
+    options = dict(num_valid=num_valid, axis_name=axis_name, implementation=implementation)
     T = logits_BTV.shape[1]
     position_BT = position_B[:, None] + jnp.arange(T)
     # Without drafts or temperature there is nothing that could be rejected by chance.
     if mode == "coupled" or T == 1 or sampling.temperature_B is None:
         tokens_BT, _ = sampling_lib.draw(logits_BTV, sampling, position_BT, Stream.TARGET, **options)
-        return Verified(tokens_BT, kernels.leading(tokens_BT[:, :-1] == draft_BK, count_B))
+        return Verified(tokens_BT, verify_kernels.leading(tokens_BT[:, :-1] == draft_BK, count_B))
     likeliest_BT, law = sampling_lib.draw(logits_BTV, sampling, None, None, **options)
     u_BK = sampling_lib.uniform(sampling, position_BT[:, :-1], Stream.ACCEPT)
     key_BT2 = sampling_lib.keys(sampling, position_BT, Stream.TARGET)
-    accepted_B, own_B = kernels.reject(law, likeliest_BT, draft_BK, count_B, draft_law, sampling.temperature_B, u_BK,
-                                       key_BT2, **options)
+    accepted_B, own_B = verify_kernels.reject(law, likeliest_BT, draft_BK, count_B, draft_law, sampling.temperature_B,
+                                              u_BK, key_BT2, **options)
     drafts_BT = jnp.pad(draft_BK, ((0, 0), (0, 1)))
     return Verified(jnp.where(jnp.arange(T) < accepted_B[:, None], drafts_BT, own_B[:, None]), accepted_B)

@@ -138,7 +138,7 @@ def _full_pass(params, config, tokens_BS, taps):
 
 
 def reference_law(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """`sampling.probabilities` for one vector, one step after the other, in float64."""
+    """The law that `sampling.draw` draws from, for one vector, one step after the other, in float64."""
     logits_V = np.asarray(logits_V, np.float64)
     if temperature == 0:
         return np.eye(len(logits_V))[np.argmax(logits_V)]

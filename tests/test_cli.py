@@ -249,6 +249,14 @@ def test_demo(command, folder, tmp_path, monkeypatch):
     assert outcome.out.index("> hello hello") < outcome.out.index("> or") < outcome.out.index("Prompt by prompt")
 
 
+def test_env(command):
+    outcome = command("env")
+    assert (outcome.code, outcome.err) == (0, "")
+    for operation in ("attention", "verification"):
+        assert re.search(rf"^{operation} +xla\n +Not mosaic_gpu: it needs an NVIDIA GPU of compute capability 9.0 "
+                         r"\(Hopper\), and JAX runs on 'cpu'\.$", outcome.out, re.MULTILINE)  # fmt: skip
+
+
 class TestHelp:
     """Every command and every flag is described."""
 

@@ -12,6 +12,7 @@ from conftest import compilations
 
 import specjax
 from specjax import Draft, Drafter, SpecJAXError, generation
+from specjax.kernels import dispatch
 
 CHAT = [{"role": "user", "content": "hello hello"}]
 PROMPTS = ["hello world hello", [5, 9, 7, 5, 9], CHAT]  # ragged: a text, ids, a chat
@@ -230,7 +231,8 @@ def test_a_drafter_of_ones_own(target, plain):
 
 def test_a_second_call_compiles_nothing(target):
     with compilations() as compiled:
-        specjax.generate(target, "ngram", PROMPTS, max_new_tokens=10, page_size=32)
+        specjax.generate(target, "ngram", PROMPTS, max_new_tokens=10, page_size=32, temperature=1, top_k=9, top_p=0.5,
+                         min_p=0.1)
     assert compiled, "compilation goes unseen: this test would prove nothing"
     with compilations() as compiled:
         result = specjax.generate(target, "ngram", OTHER_PROMPTS, max_new_tokens=[3, 11, 40], page_size=32,
@@ -382,3 +384,19 @@ def test_per_prompt_gives_one_value_for_each():
         for kind, dtype in ((int, np.int64), (float, np.float32)):
             array = generation.per_prompt("x", value, 3, kind, lambda x: x > 0, "positive")
             assert (array.tolist(), array.dtype) == ([2, 2, 2], dtype)
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"drafter": "none"}, "bfloat16 or float16, and these are float32"),
+    ({"drafter": "none", "page_size": 48}, "bfloat16 or float16"),
+])
+def test_kernels_that_cannot_run_a_model_are_refused_with_the_reason(target, options, reason):
+    refused = pytest.raises(SpecJAXError, match=f"'mosaic_gpu' cannot run here.*{reason}")
+    with dispatch.compiling_for(dispatch.HOPPER), refused:
+        specjax.generate(target, prompts=[[1, 2]], implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.parametrize("option", ["implementation", "target", "name"])
+def test_parameters_of_a_drafter_are_not_its_options(target, option):
+    with pytest.raises(SpecJAXError, match=f"'{option}' is no option of a drafter"):
+        specjax.generate(target, "ngram", [[1, 2]], drafter_options={option: 1})

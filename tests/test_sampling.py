@@ -10,9 +10,20 @@ import pytest
 from conftest import reference_law
 
 from specjax import sampling as sampling_lib
+from specjax.kernels.verify.partial import inverse
 from specjax.sampling import SamplingParams, Stream
 
-PROBABILITIES = jax.jit(sampling_lib.probabilities)
+
+@jax.jit
+def PROBABILITIES(logits_BTV, sampling):
+    """The laws that `draw` describes, written out: float32 `[B, T, V]`."""
+    likeliest_BT, law = sampling_lib.draw(logits_BTV, sampling, None, None)
+    temperature_B11 = sampling.temperature_B[:, None, None]
+    weight_BTV = jnp.exp((logits_BTV - law.largest_BT[..., None]) * inverse(temperature_B11))
+    law_BTV = jnp.where(logits_BTV >= law.threshold_BT[..., None], weight_BTV, 0) / law.total_BT[..., None]
+    return jnp.where(temperature_B11 == 0, jax.nn.one_hot(likeliest_BT, logits_BTV.shape[-1]), law_BTV)
+
+
 DRAW = jax.jit(sampling_lib.draw, static_argnums=3)
 
 
@@ -86,12 +97,16 @@ def test_greedy_is_one_on_the_first_most_likely_token():
         assert law_BTV[0, 0].tolist() == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("temperature", [1e-37, 1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [1e-41, 1e-37, 1e-6, 1e6])
 def test_extreme_temperatures_give_a_law(temperature):
-    logits_BTV = jnp.array([[[40.0, -7.0, 39.0, 0.0]]])
-    law_BTV = PROBABILITIES(logits_BTV, params(1, temperature=temperature))
+    """What is drawn follows it, too."""
+    logits_BTV = jnp.tile(jnp.array([40.0, -7.0, 39.0, 0.0]), (400, 1, 1))
+    sampling = params(400, temperature=temperature, seed=np.arange(400))
+    law_BTV = PROBABILITIES(logits_BTV, sampling)
     expected = [1, 0, 0, 0] if temperature < 1 else [0.25] * 4
     np.testing.assert_allclose(law_BTV[0, 0], expected, atol=1e-4)
+    drawn_BT, _ = DRAW(logits_BTV, sampling, jnp.zeros((400, 1), jnp.int32), Stream.TARGET)
+    assert (np.bincount(np.asarray(drawn_BT)[:, 0], minlength=4) > 60).tolist() == [p > 0 for p in expected]
 
 
 def test_draws_follow_the_law_and_never_leave_it():

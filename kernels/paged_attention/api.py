@@ -40,8 +40,9 @@ def paged_attention(q_BTNH: jax.Array, k_pool: jax.Array, v_pool: jax.Array, blo
     """
     B, T, N, H = q_BTNH.shape
     NKV = k_pool.shape[1]
-    if k_pool.shape != v_pool.shape or k_pool.shape[3] != H or N % NKV:
-        raise ValueError(f"queries {q_BTNH.shape} do not fit pools {k_pool.shape} and {v_pool.shape}")
+    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != H or N % NKV:
+        raise ValueError(f"queries {q_BTNH.shape} do not fit pools {k_pool.dtype}{k_pool.shape} and "
+                         f"{v_pool.dtype}{v_pool.shape}")
     if block_table_BX.shape[0] != B or start_B.shape != (B,):
         raise ValueError(f"block table {block_table_BX.shape} and start {start_B.shape} do not fit {B} sequences")
     if ancestors_BT2 is not None and (T > MAX_NODES or ancestors_BT2.shape != (B, T, 2)):

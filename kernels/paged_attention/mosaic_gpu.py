@@ -21,14 +21,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from specjax.kernels import dispatch
 from specjax.kernels.mosaic_compat import load
 from specjax.kernels.paged_attention import xla
 
 ROWS = 64  # of one wgmma, which takes no fewer
 BLOCK = 64  # slots per step of the online softmax; with 128, registers spill
 STAGES = 4  # blocks in shared memory. 4 x 32 KiB per SM under way is several times bandwidth x latency / 132
-NUM_SMS = 132  # of an H100 SXM, an H200 and a GH200. One CTA runs on each
 MIN_BLOCKS = 4  # fewer per split are not worth a second kernel that combines them
+
+HEADS, PAGES, MAX_GROUP = (64, 128), (16, 32, 64, 128), 16  # widths, sizes, query heads per kv head: all it can do
+MAX_GRID = 65535  # CUDA's, for sequences x kv heads
 
 MASKED = xla.MASKED
 LOWEST = -1e20  # where the running maximum starts: below every score, and so far above MASKED that its weight is 0
@@ -37,22 +40,24 @@ WGMMA, WGMMA_ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 def unsupported(q_BTNH: jax.Array, k_pool: jax.Array) -> str | None:
     """Why this kernel cannot do these shapes and dtypes, as one sentence; None where it can. Reads no values."""
-    N, H = q_BTNH.shape[2:]
+    B, _, N, H = q_BTNH.shape
     NKV, Z = k_pool.shape[1:3]
     if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs keys and values in bfloat16 or float16, and these are {k_pool.dtype}"
     if q_BTNH.dtype != k_pool.dtype:
         return f"it needs queries in the dtype of the pools, {k_pool.dtype}, and these are {q_BTNH.dtype}"
-    if H not in (64, 128):
+    if H not in HEADS:
         return f"it needs heads of 64 or 128 channels, and these have {H}"
-    if Z not in (16, 32, 64, 128):
+    if Z not in PAGES:
         return f"it needs pages of 16, 32, 64 or 128 slots, and these have {Z}"
-    if N // NKV > 16:
-        return f"it needs at most 16 query heads per kv head, and here are {N // NKV}"
+    if N // NKV > MAX_GROUP:
+        return f"it needs at most {MAX_GROUP} query heads per kv head, and here are {N // NKV}"
+    if B * NKV > MAX_GRID:
+        return f"it needs at most {MAX_GRID} sequences x kv heads, and here are {B * NKV}"
     return None
 
 
-def num_splits_for(num_ctas: int, max_slots: int, num_sms: int = NUM_SMS) -> int:
+def num_splits_for(num_ctas: int, max_slots: int, num_sms: int) -> int:
     """Into how many parts to split the slots of each sequence, given how many CTAs there are without.
 
     The fewest that keep the SMs nearly as busy as any number would (as in FlashAttention's `num_splits_heuristic`): a
@@ -88,7 +93,7 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
     consumers = 1 if R <= ROWS else 2
     num_tiles = pl.cdiv(R, consumers * ROWS)
     padded_R = pl.cdiv(R, 8) * 8 if R <= ROWS else num_tiles * consumers * ROWS
-    splits = num_splits or num_splits_for(num_tiles * NKV * B, X * Z)
+    splits = num_splits or num_splits_for(num_tiles * NKV * B, X * Z, dispatch.num_processors())
     dtype, out_dtype = q_BTNH.dtype, q_BTNH.dtype if splits == 1 else jnp.float32
 
     q_BKRH = q_BTNH.reshape(B, T, NKV, G, H).transpose(0, 2, 1, 3, 4).reshape(B, NKV, R, H)

@@ -2,8 +2,8 @@
 what is small, and what joins the shards of a vocabulary, is here, once for all of them.
 
 Bytes: `draw` reads each row of logits once. `reject` reads single logits, and then one row of the target and one of
-the draft, for the token that follows the accepted drafts. Nothing of the vocabulary's size is written, and nothing of
-it crosses from shard to shard: a few numbers per row do.
+the draft, for the token that follows the accepted drafts. Neither writes anything of the vocabulary's size, and of that
+size nothing crosses from shard to shard: a few numbers per row do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.kernels import dispatch
 from specjax.kernels.verify import mosaic_gpu, xla
-from specjax.kernels.verify.partial import MASKED, Scan, join_races, join_scans
+from specjax.kernels.verify.partial import MASKED, Scan, finite, inverse, join_races, join_scans
 
 PASSES = {"xla": xla, "mosaic_gpu": mosaic_gpu}
 NO_LIMIT = 2**31 - 1
@@ -23,7 +23,7 @@ NO_LIMIT = 2**31 - 1
 
 class Law(NamedTuple):
     """Laws of tokens, without writing them out: exp((logit - largest) / temperature) / total where the logit reaches
-    the threshold, and 0 elsewhere.
+    the threshold, and 0 elsewhere. It does not say which ids were valid: whoever made it does, to `reject`.
 
     Attributes:
       logits_BTV: float32, bfloat16 or float16; with shards, this one's.
@@ -60,16 +60,18 @@ def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: j
       int32 `[B, T]`, and the laws.
 
     Raises:
-      ValueError: an implementation that does not exist or cannot run here.
+      ValueError: shapes that do not fit together, or an implementation that does not exist or cannot run here.
     """
     B, T, V = logits_BTV.shape
+    _check_shapes(temperature_B=(temperature_B, (B,)), threshold_BT=(threshold_BT, (B, T)),
+                  key_BT2=(key_BT2, (B, T, 2)))
     if threshold_BT is None:
         threshold_BT = jnp.full((B, T), MASKED, jnp.float32)
     temperature_R = None if temperature_B is None else jnp.repeat(temperature_B, T)
     noise = temperature_B is not None and key_BT2 is not None
     parts = PASSES[dispatch.choose(implementation)].scan(
         logits_BTV.reshape(B * T, V), temperature_R, threshold_BT.reshape(-1),
-        key_BT2.reshape(-1, 2) if noise else None, _first_token(V, axis_name), num_valid or NO_LIMIT)  # fmt: skip
+        key_BT2.reshape(-1, 2) if noise else None, _first_token(V, axis_name), _limit(num_valid))  # fmt: skip
     scan = join_scans(parts, temperature_R, noise)
     if axis_name:
         scan = join_scans(_gather(scan, axis_name), temperature_R, noise)
@@ -101,10 +103,14 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
       The number of accepted drafts and the token that follows them, int32 `[B]` each.
 
     Raises:
-      ValueError: an implementation that does not exist or cannot run here.
+      ValueError: shapes that do not fit together, or an implementation that does not exist or cannot run here.
     """
-    K, V = draft_BK.shape[1], law.logits_BTV.shape[2]
-    first_token, num_valid = _first_token(V, axis_name), num_valid or NO_LIMIT
+    B, T, V = law.logits_BTV.shape
+    K = T - 1
+    _check_shapes(draft_BK=(draft_BK, (B, K)), count_B=(count_B, (B,)), temperature_B=(temperature_B, (B,)),
+                  draft_law=(draft_law and draft_law.logits_BTV, (B, K, V)), u_BK=(u_BK, (B, K)),
+                  likeliest_BT=(likeliest_BT, (B, T)), key_BT2=(key_BT2, (B, T, 2)))
+    first_token, num_valid = _first_token(V, axis_name), _limit(num_valid)
     greedy_B = temperature_B == 0
 
     def probability(law):
@@ -141,11 +147,20 @@ def _probability(law: Law, token_BK, temperature_B, first_token, num_valid: int,
     index_BK = token_BK - first_token
     here_BK = (index_BK >= 0) & (index_BK < V) & (token_BK < num_valid)
     index_BK1 = jnp.clip(index_BK, 0, V - 1)[..., None]
-    x_BK = jnp.take_along_axis(law.logits_BTV[:, :K], index_BK1, axis=-1)[..., 0].astype(jnp.float32)
-    x_BK = jnp.maximum(x_BK, MASKED)  # so that it equals a threshold that lets everything pass
-    weight_BK = jnp.exp((x_BK - law.largest_BT[:, :K]) / jnp.where(temperature_B == 0, 1, temperature_B)[:, None])
+    x_BK = finite(jnp.take_along_axis(law.logits_BTV[:, :K], index_BK1, axis=-1)[..., 0])
+    weight_BK = jnp.exp((x_BK - law.largest_BT[:, :K]) * inverse(temperature_B)[:, None])
     probability_BK = jnp.where(here_BK & (x_BK >= law.threshold_BT[:, :K]), weight_BK / law.total_BT[:, :K], 0)
     return jax.lax.psum(probability_BK, axis_name) if axis_name else probability_BK
+
+
+def _check_shapes(**arrays) -> None:
+    for name, (array, shape) in arrays.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} has the shape {array.shape}, and here it must be {shape}")
+
+
+def _limit(num_valid: int | None) -> int:
+    return NO_LIMIT if num_valid is None else num_valid
 
 
 def _first_token(V: int, axis_name: str | None):

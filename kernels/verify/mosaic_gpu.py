@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from specjax.kernels.mosaic_compat import load
 from specjax.kernels.verify.noise import exponential
-from specjax.kernels.verify.partial import MASKED, Race, Scan
+from specjax.kernels.verify.partial import MASKED, Race, Scan, finite, inverse
 
 THREADS = 128
 TILE = 2048  # 16 numbers per thread: with noise 127 registers, so that four blocks share a processor; 32 take 250
@@ -33,14 +33,14 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
     def body(x_ref, temperature_ref, threshold_ref, key_ref, first_ref, *out_refs):
         tile, row = lax.axis_index("tile"), lax.axis_index("row")
         place, token, inside = tiles.place(tile, first_ref[0], num_valid)
-        x = jnp.maximum(tiles.load(x_ref, (row,), place), MASKED)
+        x = finite(tiles.load(x_ref, (row,), place))
         kept = inside & (x >= threshold_ref[row])
         x = jnp.where(kept, x, MASKED)
         largest = jnp.max(x)
         value, out = x, [largest]
         if sampled:
             temperature = temperature_ref[row]
-            weight = jnp.where(kept, jnp.exp((x - largest) * _inverse(temperature)), 0.0)
+            weight = jnp.where(kept, jnp.exp((x - largest) * inverse(temperature)), 0.0)
             out.append(jnp.sum(weight))
             if noise:
                 race = weight / exponential(key_ref[row, 0], key_ref[row, 1], token)
@@ -49,13 +49,14 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
             ref[row, tile] = number
 
     dtypes = [jnp.float32] * (3 if sampled else 2) + [jnp.int32]
-    out = _call(body, "verify_scan", dtypes, (R, tiles.count), ("row", "tile"), interpret)(
+    out = _call(body, "verify_scan", dtypes, R, tiles, interpret)(
         logits_RV, temperature_R, threshold_R, key_R2, first_token.reshape(1))
     return Scan(*out) if sampled else Scan(out[0], None, *out[1:])
 
 
 def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_valid: int, *, interpret=None) -> Race:
-    """See `xla.residual`; one part per tile. Blocks of a row of temperature 0 end at once."""
+    """See `xla.residual`; one part per tile. Blocks of a row of temperature 0 end at once and write nothing: what is
+    in their outputs, NaN perhaps, goes no further than a token that `api.reject` does not take."""
     drawn = isinstance(q, tuple)
     arrays = [p.logits_BTV, q.logits_BTV] if drawn else [p.logits_BTV]
     tiles = _Tiles(*arrays)
@@ -72,13 +73,13 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
         @pl.when(temperature_ref[b] > 0.0)
         def _():
             place, token, inside = tiles.place(tile, first_ref[0], num_valid)
-            inverse = _inverse(temperature_ref[b])
+            scale = inverse(temperature_ref[b])
 
             def dense(x_ref, law_ref):
                 row = jnp.minimum(row_ref[b], x_ref.shape[1] - 1)
-                x = tiles.load(x_ref, (b, row), place)
-                weight = jnp.exp((jnp.maximum(x, MASKED) - law_ref[b, 1]) * inverse) * (1.0 / law_ref[b, 2])
-                return jnp.where(inside & (jnp.maximum(x, MASKED) >= law_ref[b, 0]), weight, 0.0)
+                x = finite(tiles.load(x_ref, (b, row), place))
+                weight = jnp.exp((x - law_ref[b, 1]) * scale) * (1.0 / law_ref[b, 2])
+                return jnp.where(inside & (x >= law_ref[b, 0]), weight, 0.0)
 
             law = dense(refs[0], refs[1])
             other = dense(refs[2], refs[3]) if drawn else jnp.where(token == guess_ref[b], 1.0, 0.0)
@@ -91,7 +92,7 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
     laws = [(array, statistics(law)) for array, law in zip(arrays, [p, q], strict=False)]
     dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.int32]
     guess_B = jnp.zeros_like(row_B) if drawn else q
-    return Race(*_call(body, "verify_residual", dtypes, (row_B.shape[0], tiles.count), ("row", "tile"), interpret)(
+    return Race(*_call(body, "verify_residual", dtypes, row_B.shape[0], tiles, interpret)(
         row_B, subtract_B.astype(jnp.float32), guess_B, temperature_B, key_B2, first_token.reshape(1),
         *jax.tree.leaves(laws)))
 
@@ -123,16 +124,11 @@ class _Tiles:
         return start, token, (column >= first) & (token < num_valid)
 
     def load(self, ref, index, start):
-        return load(ref, (*index, pl.ds(start, self.size)), layout=self.layout).astype(jnp.float32)
+        return load(ref, (*index, pl.ds(start, self.size)), layout=self.layout)
 
     @property
     def layout(self):
         return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vec)
-
-
-def _inverse(temperature):
-    """Finite for the smallest temperature too, and 1 for none."""
-    return jnp.minimum(1.0 / jnp.where(temperature == 0.0, 1.0, temperature), 1e38)
 
 
 def _best(value, token):
@@ -141,7 +137,9 @@ def _best(value, token):
     return best, jnp.min(jnp.where(value == best, token, 2**31 - 1))
 
 
-def _call(body, name: str, dtypes, grid, grid_names, interpret):
+def _call(body, name: str, dtypes, num_rows: int, tiles: _Tiles, interpret):
+    """A kernel that leaves a number of each dtype per row and tile."""
     options = {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(body, out_type=[jax.ShapeDtypeStruct(grid, dtype) for dtype in dtypes], grid=grid,
-                        grid_names=grid_names, kernel_name=name, **options)
+    return plgpu.kernel(body, out_type=[jax.ShapeDtypeStruct((num_rows, tiles.count), dtype) for dtype in dtypes],
+                        grid=(tiles.count, num_rows), grid_names=("tile", "row"),  # CUDA limits all axes but the last
+                        kernel_name=name, **options)  # fmt: skip

@@ -10,7 +10,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # finite: differences of masked logits must not turn into NaN
+MASKED, LARGEST = -1e30, 1e30  # finite: differences of logits must not turn into NaN
+
+
+def finite(logits):
+    """Logits as float32, infinite ones replaced by numbers beyond all others."""
+    return jnp.minimum(jnp.maximum(logits.astype(jnp.float32), MASKED), LARGEST)
+
+
+def inverse(temperature):
+    """1 / temperature, finite for the smallest of them too; 1 for 0, whose rows mean nothing where this is used."""
+    return jnp.minimum(1.0 / jnp.where(temperature == 0.0, 1.0, temperature), 1e38)
 
 
 class Scan(NamedTuple):
@@ -51,9 +61,8 @@ def join_scans(parts: Scan, temperature_R: jax.Array | None, noise: bool) -> Sca
     if temperature_R is None:
         best, token = _winner(parts.best, parts.token)
         return Scan(largest_R1[:, 0], None, best, token)
-    greedy_R1 = temperature_R[:, None] == 0
-    scale_RS = jnp.exp((parts.largest - largest_R1) / jnp.where(greedy_R1, 1, temperature_R[:, None]))
-    best_RS = jnp.where(greedy_R1, parts.best, parts.best * scale_RS) if noise else parts.best
+    scale_RS = jnp.exp((parts.largest - largest_R1) * inverse(temperature_R)[:, None])
+    best_RS = jnp.where(temperature_R[:, None] == 0, parts.best, parts.best * scale_RS) if noise else parts.best
     return Scan(largest_R1[:, 0], (parts.total * scale_RS).sum(axis=-1), *_winner(best_RS, parts.token))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from specjax.kernels.verify.noise import exponential
-from specjax.kernels.verify.partial import MASKED, Race, Scan
+from specjax.kernels.verify.partial import MASKED, Race, Scan, finite, inverse
 
 
 def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: int) -> Scan:
@@ -23,18 +23,17 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
       A scan `[R, S]` of S parts, here one.
     """
     token_V = jnp.arange(logits_RV.shape[1], dtype=jnp.int32) + first_token
-    x_RV = jnp.maximum(logits_RV.astype(jnp.float32), MASKED)
+    x_RV = finite(logits_RV)
     kept_RV = (x_RV >= threshold_R[:, None]) & (token_V < num_valid)
     x_RV = jnp.where(kept_RV, x_RV, MASKED)
     largest_R1 = x_RV.max(axis=-1, keepdims=True)
     total_R1, value_RV = None, x_RV
     if temperature_R is not None:
-        greedy_R1 = temperature_R[:, None] == 0
-        weight_RV = jnp.exp((x_RV - largest_R1) / jnp.where(greedy_R1, 1, temperature_R[:, None]))
-        weight_RV = jnp.where(kept_RV, weight_RV, 0)
+        weight_RV = jnp.where(kept_RV, jnp.exp((x_RV - largest_R1) * inverse(temperature_R)[:, None]), 0)
         total_R1 = weight_RV.sum(axis=-1, keepdims=True)
         if key_R2 is not None:
-            value_RV = jnp.where(greedy_R1, x_RV, weight_RV / exponential(key_R2[:, :1], key_R2[:, 1:], token_V))
+            race_RV = weight_RV / exponential(key_R2[:, :1], key_R2[:, 1:], token_V)
+            value_RV = jnp.where(temperature_R[:, None] == 0, x_RV, race_RV)
     return Scan(largest_R1, total_R1, *_best(value_RV, token_V))
 
 
@@ -52,14 +51,12 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
       A race `[B, S]` of S parts, here one.
     """
     token_V = jnp.arange(p.logits_BTV.shape[2], dtype=jnp.int32) + first_token
-    scale_B1 = 1 / jnp.where(temperature_B == 0, 1, temperature_B)[:, None]
-
     def dense(law):
         rows_B1 = jnp.minimum(row_B, law.logits_BTV.shape[1] - 1)[:, None]
         threshold_B1, largest_B1, total_B1 = (jnp.take_along_axis(x_BT, rows_B1, axis=1) for x_BT in law[1:])
-        x_BV = jnp.take_along_axis(law.logits_BTV, rows_B1[..., None], axis=1)[:, 0].astype(jnp.float32)
+        x_BV = finite(jnp.take_along_axis(law.logits_BTV, rows_B1[..., None], axis=1)[:, 0])
         kept_BV = (x_BV >= threshold_B1) & (token_V < num_valid)
-        return jnp.where(kept_BV, jnp.exp((x_BV - largest_B1) * scale_B1) / total_B1, 0)
+        return jnp.where(kept_BV, jnp.exp((x_BV - largest_B1) * inverse(temperature_B)[:, None]) / total_B1, 0)
 
     p_BV = dense(p)
     q_BV = dense(q) if isinstance(q, tuple) else (token_V == q[:, None]).astype(jnp.float32)

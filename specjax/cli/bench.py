@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
     draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None
 
-    first = bench.first_token_seconds(target, next(iter(prompts.values())), started)
+    first = bench.first_token_seconds(target, next(iter(prompts.values())), started, common.drafter_arguments(draft))
     figures = bench.decode_speed(target, prompts, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
                                  drafter=common.drafter_arguments(draft), peers=FLAGS.peers)
     console = Console(highlight=False)

@@ -1,4 +1,5 @@
-"""Compiles the decode loop for an absent H100, and loops that are wrong on purpose: `python decode_step.py FOLDER`.
+"""Compiles the decode loop for an absent H100, verification for four, and what is wrong on purpose: `python
+decode_step.py FOLDER`.
 
 Run by `gate.py` in a process of its own. Every program gets a folder, with its optimized HLO, its thunks, and the
 figures that the tests need.
@@ -12,12 +13,13 @@ import time
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
+from jax.sharding import PartitionSpec
 
 from specjax import decode, llama
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
 from specjax.drafters import base
-from specjax.kernels import aot, dispatch
+from specjax.kernels import aot, dispatch, verify
 from specjax.sampling import SamplingParams
 
 # A Llama-3 8B and a Llama-3 1B that have few layers; all layers are alike. No activation is as large as the smallest
@@ -27,11 +29,12 @@ TARGET = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=1433
 DRAFT = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=1, num_heads=32,
                     num_kv_heads=8, head_dim=64, tie_word_embeddings=True)
 B, S, K = 4, 16384, 2  # the steps of a draft are alike, and each takes seconds to compile
+SHARDS = 4
 
 # name: drafter, way of verifying, whether rows have filters, kernels of ours in a round
 PROGRAMS = {
     "plain": (None, "rejection", True, TARGET.num_layers + 1),
-    "rejection": ("draft_model", "rejection", False, TARGET.num_layers + K * (DRAFT.num_layers + 1) + 2),
+    "rejection": ("draft_model", "rejection", True, TARGET.num_layers + K * (DRAFT.num_layers + 1) + 2),
     "coupled": ("draft_model", "coupled", False, TARGET.num_layers + K * (DRAFT.num_layers + 1) + 1),
     "ngram": ("ngram", "rejection", False, 2 * TARGET.num_layers + 3),  # a round with guesses, and one without
 }
@@ -47,12 +50,23 @@ def main(folder: pathlib.Path) -> None:
         pools = [x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) == 4]
         weights = [x for x in jax.tree.leaves((params, draft_params)) if len(x.shape) > 1]
         save(folder / name, function, (params, draft_params, config, state), jax.tree.leaves(state), pools, weights,
-             kernels, start)
+             start, kernels=kernels, filters=PROGRAMS[name][2])
     for name, (function, args, donate) in broken().items():
         args = aot.abstract(args, mesh)
         pool, weight, _ = args
         function = jax.jit(function, donate_argnums=donate)
-        save(folder / name, function, args, [pool], [pool], [weight], 0, time.monotonic())
+        save(folder / name, function, args, [pool], [pool], [weight], time.monotonic())
+    args = aot.abstract((Shape((B, 4096), jnp.bfloat16), Shape((4096, TARGET.vocab_size), jnp.bfloat16)), mesh)
+    compile_(folder / "logits_stacked", jax.jit(stack_logits), args, time.monotonic(), pools=[],
+             smallest_logits=B * TARGET.vocab_size)
+    mesh = aot.mesh("h100", SHARDS, "shard")
+    for name, function in (("sharded", verify_shards), ("sharded_wrong", gather_logits)):
+        start, specs = time.monotonic(), (PartitionSpec(None, None, "shard"), PartitionSpec(None, "shard"),
+                                          PartitionSpec())  # fmt: skip
+        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        args = tuple(aot.abstract(part, mesh, spec) for part, spec in zip(verification(), specs, strict=True))
+        compile_(folder / name, jax.jit(function), args, start, pools=[], rows=B * (2 * K + 1),
+                 shard=TARGET.vocab_size // SHARDS, kernels=K + 2)
 
 
 def arguments(name: str):
@@ -73,6 +87,39 @@ def arguments(name: str):
     state = jax.eval_shape(lambda params, draft_params, *args: decode.init(params, draft_params, config, *args),
                            params, draft_params, ids(B, S), ids(B), ids(B), ids(B, 3), sampling)
     return config, (params, draft_params, state), kernels
+
+
+def verification():
+    """Abstract logits of a target and of K drafted positions, and what else `verify_shards` takes."""
+    rows, ids = (lambda *shape, dtype=dtype: Shape(shape, dtype) for dtype in (jnp.float32, jnp.int32))
+    return (rows(B, K + 1, TARGET.vocab_size), [rows(B, TARGET.vocab_size)] * K,
+            dict(temperature_B=rows(B), threshold_BT=rows(B, K + 1), count_B=ids(B), u_BK=rows(B, K),
+                 key_BT2=ids(B, K + 1, 2)))  # fmt: skip
+
+
+def verify_shards(logits_BTV, draft_logits, rest):
+    """A round of rejection sampling with the vocabulary split over the mesh: every draft is drawn, then all judged."""
+    options = dict(axis_name="shard", implementation="mosaic_gpu")
+    temperature_B, key_BT2 = rest["temperature_B"], rest["key_BT2"]
+    tokens, laws = [], []
+    for k, logits_BV in enumerate(draft_logits):
+        token_B1, law = verify.draw(logits_BV[:, None], temperature_B, None, key_BT2[:, k : k + 1], **options)
+        tokens.append(token_B1)
+        laws.append(jax.tree.map(lambda x: x[:, 0], law))
+    likeliest_BT, law = verify.draw(logits_BTV, temperature_B, rest["threshold_BT"], None, **options)
+    return verify.reject(law, likeliest_BT, jnp.concatenate(tokens, axis=1), rest["count_B"], tuple(laws),
+                         temperature_B, rest["u_BK"], key_BT2, **options)
+
+
+def stack_logits(x_BD, weight_DV):
+    """What must not happen."""
+    logits = [jnp.dot(x_BD, weight_DV, preferred_element_type=jnp.float32) for x_BD in (x_BD, jnp.tanh(x_BD))]
+    return jax.lax.optimization_barrier(jnp.stack(logits, axis=1)).argmax(axis=2)
+
+
+def gather_logits(logits_BTV, draft_logits, rest):
+    """Nor this."""
+    return jax.lax.all_gather(logits_BTV, "shard", axis=2, tiled=True).argmax(axis=2)
 
 
 def broken():
@@ -111,21 +158,26 @@ def broken():
             "pool_rebuilt": (loop(keep_both), args, 0), "loop_inside": (loop(loop_inside), args, 0)}  # fmt: skip
 
 
-def save(folder: pathlib.Path, function, args, donated, pools, weights, kernels: int, start: float) -> None:
-    """Compiles one program and writes down what there is to know about it."""
-    program = aot.compile_(function, args, {"xla_dump_to": str(folder / "dump")})
+def save(folder: pathlib.Path, function, args, donated, pools, weights, start: float, **facts) -> None:
+    """Compiles one program of the loop and writes down what there is to know about it."""
     size = lambda x: x.size * x.dtype.itemsize  # noqa: E731
+    compile_(folder, function, args, start, pools=sorted({x.shape for x in pools}), pool_bytes=sum(map(size, pools)),
+             smallest_pool_bytes=min(map(size, pools)), smallest_weight=min(x.size for x in weights),
+             state_bytes=sum(map(size, donated)), smallest_logits=B * TARGET.vocab_size,
+             logits_bytes=4 * B * (2 * K + 1) * TARGET.vocab_size, **facts)  # fmt: skip
+
+
+def compile_(folder: pathlib.Path, function, args, start: float, **facts) -> None:
+    """Compiles one program and saves it, with these facts and some about its memory."""
+    program = aot.compile_(function, args, {"xla_dump_to": str(folder / "dump")})
     folder.joinpath("hlo.txt").write_text(program.as_text())
     # Where no pass over the thunks runs, which is where command buffers are made, there is only the shorter name.
     thunks = sorted(folder.glob("dump/*.thunk_sequence*.txt"), key=lambda path: len(path.name))[-1]
     thunks.rename(folder / "thunks.txt")
     memory = program.memory_analysis()
-    folder.joinpath("facts.json").write_text(json.dumps(dict(
-        pools=sorted({x.shape for x in pools}), pool_bytes=sum(map(size, pools)),
-        smallest_pool_bytes=min(map(size, pools)), smallest_weight=min(x.size for x in weights),
-        temporary_bytes=memory.temp_size_in_bytes, aliased_bytes=memory.alias_size_in_bytes,
-        state_bytes=sum(map(size, donated)), logits_bytes=4 * B * (2 * K + 1) * TARGET.vocab_size,
-        kernels=kernels, seconds=time.monotonic() - start)))  # fmt: skip
+    facts |= dict(temporary_bytes=memory.temp_size_in_bytes, aliased_bytes=memory.alias_size_in_bytes,
+                  seconds=time.monotonic() - start)
+    folder.joinpath("facts.json").write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -143,6 +143,16 @@ class Program:
         return [instruction for instruction in self.instructions
                 if any(math.prod(shape) >= at_least for shape in instruction.shapes) and not updates(instruction)]
 
+    def products(self, at_least: int) -> list[Instruction]:
+        """Those of the instructions above that multiply matrices, and write nothing but the product."""
+        return [instruction for instruction in self.written(at_least) if len(instruction.shapes) == 1 and (
+            instruction.op == "dot" or any(" dot(" in line for line in self.computations.get(instruction.inside, [])))]
+
+    def collectives(self) -> list[Instruction]:
+        """Instructions by which devices exchange something."""
+        return [i for i in self.instructions if re.match("all-|collective-|reduce-scatter|ragged-all-to-all", i.op)
+                and not i.op.endswith("-done")]  # fmt: skip
+
     def leaves_the_device(self) -> list[str]:
         """Instructions that go through the host or through its memory, and calls of what is no kernel of ours."""
         ops = ("infeed", "outfeed", "send", "recv", "copy-start", "copy-done", "async", "send-done", "recv-done")

@@ -1,5 +1,8 @@
 """What XLA makes of the whole decode loop for a GPU: one loop, one command buffer, nothing copied, no host."""
 
+import math
+from collections import Counter
+
 import gate
 import pytest
 from decode_step import PROGRAMS
@@ -59,6 +62,28 @@ def test_nothing_as_large_as_a_weight_is_written_but_pools_in_place(program):
     assert not [i.text for i in program.written(program.facts["smallest_weight"])]
 
 
+def sizes(instructions) -> Counter:
+    """Of the arrays that they write, how many there are of each number of numbers."""
+    return Counter(math.prod(shape) for i in instructions for shape in i.shapes)
+
+
+def beside_logits(program) -> tuple[Counter, Counter]:
+    """Sizes of the products of matrices of B * V numbers or more, which are logits, and of other arrays so large."""
+    at_least = program.facts["smallest_logits"]
+    logits = sizes(program.products(at_least))
+    assert logits and all(size % at_least == 0 for size in logits)
+    written = sizes(program.written(at_least))
+    return logits, Counter({size: n for size, n in written.items() if size >= at_least}) - logits
+
+
+def test_nothing_as_large_as_logits_is_written_but_logits(program):
+    """Filters alone write two more arrays for each of logits, in which they search: the order of the logits as
+    integers, and the weights."""
+    logits, others = beside_logits(program)
+    expected = logits + logits if program.facts["filters"] else Counter()
+    assert others == expected, [i.text for i in program.written(program.facts["smallest_logits"])]
+
+
 def test_pools_are_updated_where_they_are(program):
     facts = program.facts
     assert facts["aliased_bytes"] >= facts["state_bytes"] > facts["pool_bytes"]
@@ -67,6 +92,23 @@ def test_pools_are_updated_where_they_are(program):
 
 def test_nothing_goes_through_the_host(program):
     assert not program.leaves_the_device()
+
+
+def test_shards_of_a_vocabulary_exchange_a_few_numbers_per_row(programs):
+    """Four GPUs draw and judge drafts, each with our kernels on its own quarter of the logits."""
+
+    def exchanged(name):
+        """The largest array that a collective has to do with, and the numbers of all of them."""
+        moved = sizes(programs[name].collectives())
+        return max(moved), sum(moved.elements())
+
+    program, facts = programs["sharded"], programs["sharded"].facts
+    assert len([i for i in program.instructions if i.op == "custom-call"]) == facts["kernels"]
+    assert not program.leaves_the_device()
+    largest, total = exchanged("sharded")
+    assert 0 < total < 64 * facts["rows"], program.collectives()
+    assert largest < facts["shard"]
+    assert exchanged("sharded_wrong")[0] >= facts["shard"], "this one gathers the logits"
 
 
 def test_these_checks_notice(programs):
@@ -92,3 +134,5 @@ def test_these_checks_notice(programs):
     assert found("weight_converted") == {"weight"}
     assert found("loop_inside") == {"buffer"}
     assert "host" in found("through_host")
+    logits, others = beside_logits(programs["logits_stacked"])
+    assert others == Counter([2 * max(logits)])

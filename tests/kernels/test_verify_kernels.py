@@ -5,6 +5,7 @@ A kernel runs in the Mosaic GPU interpreter, in the place of the reference: ever
 
 import functools
 import itertools
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,9 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh, PartitionSpec
 
+from specjax import sampling as sampling_lib
+from specjax import verify
 from specjax.kernels import verify as kernels
 from specjax.kernels.verify import api, mosaic_gpu, noise, xla
 from specjax.kernels.verify.partial import join_races, join_scans
+from specjax.sampling import SamplingParams, Stream
+from specjax.verify import MODES
 
 LAST = np.nextafter(np.float32(1), np.float32(0))
 EXPONENTIAL = jax.jit(noise.exponential)
@@ -77,14 +82,14 @@ def winner(weight_V, key_2):
 class Round:
     """Random logits of a target and of a draft that resembles it, with rows of all kinds in one batch."""
 
-    def __init__(self, passes, V, K=3, dtype=jnp.float32, guess=False, valid=None, seed=0):
+    def __init__(self, passes, V, K=3, dtype=jnp.float32, draft_dtype=None, guess=False, valid=None, seed=0):
         rng = np.random.default_rng(seed)
         self.temperature_B = np.float32([1.0, 0.0, 0.6, 1.7, 1.0, 0.9, 0.0, 3.0])
         B = len(self.temperature_B)
         self.valid = V if valid is None else valid
         self.logits_BTV = jnp.asarray(3 * rng.standard_normal((B, K + 1, V)), dtype)
         near_BKV = np.asarray(self.logits_BTV[:, :K], np.float32) + 0.4 * rng.standard_normal((B, K, V))
-        self.draft_logits_BKV = jnp.asarray(near_BKV, dtype)
+        self.draft_logits_BKV = jnp.asarray(near_BKV, draft_dtype or dtype)
         # Filters in some rows: about the upper half and the upper tenth of the logits.
         self.threshold_BT = np.full((B, K + 1), -np.inf, np.float32)
         self.threshold_BT[2], self.threshold_BT[5] = 0.0, 3.8 if V > 100 else 0.0
@@ -163,10 +168,22 @@ class TestPasses:
     def test_draws(self, passes, V, dtype, valid):
         Round(passes, V, dtype=dtype, valid=valid).check_draws()
 
-    @pytest.mark.parametrize(("V", "dtype", "guess", "seed"), [
-        (2048, jnp.bfloat16, True, 1), (4999, jnp.float32, False, 2), (40, jnp.float32, False, 3)])  # fmt: skip
-    def test_rejection(self, passes, V, dtype, guess, seed):
-        Round(passes, V, dtype=dtype, guess=guess, valid=V - 3, seed=seed).check_rejection()
+    @pytest.mark.parametrize(("V", "dtype", "draft_dtype", "guess", "seed"), [
+        (2048, jnp.bfloat16, None, True, 1), (4999, jnp.float32, jnp.bfloat16, False, 2),
+        (40, jnp.float32, None, False, 3)])  # fmt: skip
+    def test_rejection(self, passes, V, dtype, draft_dtype, guess, seed):
+        Round(passes, V, dtype=dtype, draft_dtype=draft_dtype, guess=guess, valid=V - 3, seed=seed).check_rejection()
+
+    def test_infinite_logits_come_first_and_last(self, passes):
+        """+inf as well: several of them share all of the probability."""
+        logits_BTV = np.zeros((64, 1, 300), np.float32)
+        logits_BTV[:, :, ::2] = -np.inf
+        logits_BTV[32:, :, [5, 77]] = np.inf
+        keys_BT2 = np.arange(128, dtype=np.int32).reshape(64, 1, 2)
+        token_BT, _ = passes.draw(logits_BTV, np.ones(64, np.float32), None, keys_BT2)
+        assert (token_BT[:32] % 2 == 1).all() and set(np.asarray(token_BT[32:, 0])) == {5, 77}
+        greedy_BT, _ = passes.draw(logits_BTV, None, None, None)
+        assert set(np.asarray(greedy_BT[:32, 0])) == {1} and set(np.asarray(greedy_BT[32:, 0])) == {5}
 
     def test_without_temperature_the_first_of_the_largest_is_drawn(self, passes):
         logits_BTV = np.zeros((2, 2, 4500), np.float32)
@@ -203,32 +220,68 @@ class TestPasses:
         np.testing.assert_array_equal(race.own_token, own_B1[:, 0])
 
 
+COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+def largest_collective(text: str) -> int:
+    """The most numbers in one result of a collective of a compiled program."""
+    results = [shape for line in text.splitlines() if (match := COLLECTIVE.search(line))
+               for shape in re.findall(r"\w+\[([\d,]*)\]", match[1])]  # fmt: skip
+    return max(np.prod([int(n) for n in shape.split(",") if n], dtype=int) for shape in results)
+
+
 @pytest.mark.parametrize("shards", [2, 4])
-def test_a_mesh_gives_what_one_device_gives(shards):
-    """The reference under `shard_map`, with nothing of the vocabulary's size in any collective."""
-    if jax.device_count() < shards:
-        pytest.skip(f"needs {shards} devices, tests/conftest.py asks for 4")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mesh_gives_what_one_device_gives(shards, mode):
+    """The ways of verifying under `shard_map`, with filters; nothing of the vocabulary's size is in any collective."""
     case = Round(product("xla"), 1200)
-    _, K, V = case.shape
-    mesh = Mesh(np.array(jax.devices()[:shards]), ("tp",))
-    arrays = (case.logits_BTV, case.draft_logits_BKV, *map(jnp.asarray, (
-        case.threshold_BT, case.key_BT2, case.draft_key_BK2, case.u_BK, case.count_B, case.temperature_B)))
+    B, K, V = case.shape
+    sampling = SamplingParams(jnp.arange(B, dtype=jnp.uint32), jnp.asarray(case.temperature_B),
+                              jnp.int32([0, 0, 40, 7, 900, 0, 3, 0]), jnp.float32([1, 0.9, 0.8, 1, 0.95, 1, 1, 0.99]),
+                              jnp.float32([0, 0, 0, 0, 0, 0.02, 0, 0]))  # fmt: skip
+    position_B = jnp.arange(B) + 5
 
-    def verify(logits, draft_logits, threshold, key, draft_key, u, count, temperature, axis_name=None):
-        options = dict(num_valid=V - 7, axis_name=axis_name, implementation="xla")
-        draft_BK, q = kernels.draw(draft_logits, temperature, threshold[:, :K], draft_key, **options)
-        likeliest_BT, p = kernels.draw(logits, temperature, threshold, None, **options)
-        drawn_BT, _ = kernels.draw(logits, temperature, threshold, key, **options)
-        return draft_BK, drawn_BT, *kernels.reject(p, likeliest_BT, draft_BK, count, q, temperature, u, key, **options)
+    def verify_round(logits_BTV, draft_logits_BKV, axis_name=None):
+        options = dict(num_valid=V - 7, axis_name=axis_name)
+        stream = Stream.DRAFT if mode == "rejection" else Stream.TARGET
+        position_BK = position_B[:, None] + jnp.arange(K)
+        draft_BK, q = sampling_lib.draw(draft_logits_BKV, sampling, position_BK, stream, **options)
+        return draft_BK, *verify.verify(mode, logits_BTV, draft_BK, case.count_B, q, sampling, position_B, **options)
 
-    split, whole = PartitionSpec(None, None, "tp"), PartitionSpec()
-    sharded = jax.jit(jax.shard_map(lambda *args: verify(*args, axis_name="tp"), mesh=mesh,
-                                    in_specs=(split, split, *[whole] * 6), out_specs=whole, check_vma=False))
-    for got, expected in zip(sharded(*arrays), jax.jit(verify)(*arrays), strict=True):
+    def on_mesh(function):
+        mesh = Mesh(np.array(jax.devices()[:shards]), ("tp",))
+        split = PartitionSpec(None, None, "tp")
+        return jax.jit(jax.shard_map(functools.partial(function, axis_name="tp"), mesh=mesh, in_specs=(split, split),
+                                     out_specs=PartitionSpec(), check_vma=False))
+
+    arrays = case.logits_BTV, case.draft_logits_BKV
+    sharded = on_mesh(verify_round).lower(*arrays).compile()
+    for got, expected in zip(sharded(*arrays), jax.jit(verify_round)(*arrays), strict=True):
         np.testing.assert_array_equal(got, expected)
-    text = sharded.lower(*arrays).compile().as_text()
-    gathered = [line for line in text.splitlines() if " all-gather(" in line]
-    assert gathered and not any(str(V) in line.split(" all-gather(")[0] for line in gathered)
+    bound = B * (K + 1) * max(shards, 1) * 2
+    assert 0 < largest_collective(sharded.as_text()) <= bound < B * V // shards
+
+    def gathers(logits_BTV, draft_logits_BKV, axis_name):
+        everything = jax.lax.all_gather(logits_BTV, axis_name)
+        return verify_round(logits_BTV + everything.max() * 0, draft_logits_BKV, axis_name)
+
+    assert largest_collective(on_mesh(gathers).lower(*arrays).compile().as_text()) > bound
+
+
+@pytest.mark.parametrize("wrong", ["draft_logits", "temperature", "u", "keys"])
+def test_shapes_that_do_not_fit_are_refused(wrong):
+    """In a kernel they would read what lies elsewhere."""
+    case = Round(product("xla"), 64)
+    likeliest_BT, law = case.draw(keys=False)
+    draft_BK, draft_law = case.draw(draft=True)
+    arguments = dict(temperature_B=case.temperature_B, u_BK=case.u_BK, key_BT2=case.key_BT2)
+    if wrong == "draft_logits":
+        draft_law = draft_law._replace(logits_BTV=draft_law.logits_BTV[..., :-1])
+    else:
+        name = {"temperature": "temperature_B", "u": "u_BK", "keys": "key_BT2"}[wrong]
+        arguments[name] = arguments[name][:-1]
+    with pytest.raises(ValueError, match=r"has the shape .*, and here it must be"):
+        kernels.reject(law, likeliest_BT, draft_BK, case.count_B, draft_law, implementation="xla", **arguments)
 
 
 # ---- The law of what rejection emits, added up exactly over every draft and every way of accepting it. ----
@@ -438,5 +491,6 @@ class TestNoise:
                                                                                    jnp.int32(0)))
         expected = -np.log1p(-(high + (low + 0.5) / 2**24) / 2**24)
         np.testing.assert_allclose(sample[expected < 0.06], expected[expected < 0.06], rtol=4e-7)
-        np.testing.assert_allclose(sample[expected < 1], expected[expected < 1], rtol=0, atol=2**-23)
+        # v is rounded by up to 2^-25, which counts 1 / (1 - v) < e times as much; the logarithm by up to 2^-24.
+        np.testing.assert_allclose(sample[expected < 1], expected[expected < 1], rtol=0, atol=2**-25 * np.e + 2**-24)
         np.testing.assert_allclose(np.exp(-sample), np.exp(-expected), atol=2**-23)  # what 24 bits of v leave of it
