@@ -21,7 +21,7 @@ demo: $(VENV)/demo.stamp $(MODEL)
 	$(BIN)/specjax demo --target=$(MODEL)
 
 test: $(VENV)/test.stamp $(AOT) $(MODEL)
-	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest
+	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 # Writes kernels/RESOURCES.md.
 resources: $(AOT)

@@ -207,7 +207,7 @@ def _measure(report: Report, sizes: Sizes, page_size: int, deadline: float) -> N
     del copy
     measures = []
 
-    def add(operation: str, case: str, size: int, goal: float | None, measure: Callable, **options) -> None:
+    def add(operation: str, case: str, size: int, goal: float | None, measure: Callable, /, **options):
         report.rows.append(Row(operation, case, size, _num_inputs(size, sizes)[1], goal))
         measures.append(functools.partial(measure, **options))
 

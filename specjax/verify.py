@@ -39,7 +39,7 @@ class Verified(NamedTuple):
     accepted_B: jax.Array
 
 
-def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.Array, draft_law: Law | None,
+def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.Array, draft_law: tuple[Law, ...] | None,
            sampling: SamplingParams, position_B: jax.Array, *, num_valid: int | None = None,
            axis_name: str | None = None, implementation: str | None = None) -> Verified:
     """Verifies a chain of K drafts with the target's logits at T = K + 1 positions.
@@ -49,8 +49,8 @@ def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.A
       logits_BTV: the target's, after the pending token and after each draft.
       draft_BK: int32 drafts. K may be 0.
       count_B: int32, how many of the K drafts are real in each row; the others are never accepted.
-      draft_law: laws `[B, K]` that the drafts were drawn from, as `sampling.draw` returned them; None for
-        deterministic guesses (a law of one on the guess). Not used by `coupled`.
+      draft_law: the K laws that the drafts were drawn from, see `kernels.verify.reject`; None for deterministic guesses
+        (a law of one on the guess). Not used by `coupled`.
       sampling: temperatures, filters and seeds.
       position_B: int32 absolute position of the first token that this round emits.
       num_valid, axis_name, implementation: as for `sampling.draw`.

@@ -79,9 +79,10 @@ def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: j
     return scan.token, Law(logits_BTV, threshold_BT, scan.largest, scan.total)
 
 
-def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.Array, draft_law: Law | None,
-           temperature_B: jax.Array, u_BK: jax.Array, key_BT2: jax.Array, *, num_valid: int | None = None,
-           axis_name: str | None = None, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.Array,
+           draft_law: tuple[Law, ...] | None, temperature_B: jax.Array, u_BK: jax.Array, key_BT2: jax.Array, *,
+           num_valid: int | None = None, axis_name: str | None = None,
+           implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Speculative rejection sampling (Leviathan et al. 2023, algorithm 1) of a chain of K >= 1 drafts.
 
     Draft d is accepted if u q(d) < p(d). The first that is not is replaced by a draw from max(p - q, 0); after the
@@ -92,8 +93,8 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
       likeliest_BT: its most likely tokens, both from `draw` without keys.
       draft_BK: int32 drafts.
       count_B: int32, how many of them are real; the others are never accepted.
-      draft_law: laws q that they were drawn from, as `draw` returned them, `[B, K]`; None for guesses that were not
-        drawn (q is one on the guess).
+      draft_law: the K laws q that they were drawn from, as `draw` returned them, but without the axis T: `[B, V]` and
+        `[B]`; None for guesses that were not drawn (q is one on the guess).
       temperature_B: float32, the one of the laws; at 0 both are one on their most likely token.
       u_BK: float32 uniforms of [0, 1).
       key_BT2: int32, keys of the noise that draws the token at each place.
@@ -108,16 +109,23 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
     B, T, V = law.logits_BTV.shape
     K = T - 1
     _check_shapes(draft_BK=(draft_BK, (B, K)), count_B=(count_B, (B,)), temperature_B=(temperature_B, (B,)),
-                  draft_law=(draft_law and draft_law.logits_BTV, (B, K, V)), u_BK=(u_BK, (B, K)),
-                  likeliest_BT=(likeliest_BT, (B, T)), key_BT2=(key_BT2, (B, T, 2)))
+                  u_BK=(u_BK, (B, K)), likeliest_BT=(likeliest_BT, (B, T)), key_BT2=(key_BT2, (B, T, 2)),
+                  **{f"draft_law[{k}]": (q.logits_BTV, (B, V)) for k, q in enumerate(draft_law or ())})
+    if draft_law is not None and len(draft_law) != K:
+        raise ValueError(f"draft_law has {len(draft_law)} laws for {K} drafts")
     first_token, num_valid = _first_token(V, axis_name), _limit(num_valid)
     greedy_B = temperature_B == 0
 
-    def probability(law):
-        return _probability(law, draft_BK, temperature_B, first_token, num_valid, axis_name)
+    def probability(law, token_BK):
+        return _probability(law, token_BK, temperature_B, first_token, num_valid, axis_name)
 
-    p_BK = jnp.where(greedy_B[:, None], draft_BK == likeliest_BT[:, :K], probability(law))
-    q_BK = 1.0 if draft_law is None else jnp.where(greedy_B[:, None], 1, probability(draft_law))
+    chain = law._replace(logits_BTV=law.logits_BTV[:, :K])
+    p_BK = jnp.where(greedy_B[:, None], draft_BK == likeliest_BT[:, :K], probability(chain, draft_BK))
+    q_BK = 1.0
+    if draft_law is not None:
+        q_BK = jnp.concatenate([probability(jax.tree.map(lambda x: x[:, None], q), draft_BK[:, k : k + 1])
+                                for k, q in enumerate(draft_law)], axis=1)  # fmt: skip
+        q_BK = jnp.where(greedy_B[:, None], 1, q_BK)
     # As a product, so that u = 0 accepts whatever the target can emit, and nothing else.
     accepted_B = leading(u_BK * q_BK < p_BK, count_B)
 
@@ -142,12 +150,12 @@ def leading(ok_BK: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _probability(law: Law, token_BK, temperature_B, first_token, num_valid: int, axis_name):
-    """Probability of one token under each of the first K laws; 0 for an id that cannot be drawn."""
+    """Probability of one token under each law, or each of the first K; 0 for an id that cannot be drawn."""
     K, V = token_BK.shape[1], law.logits_BTV.shape[2]
     index_BK = token_BK - first_token
     here_BK = (index_BK >= 0) & (index_BK < V) & (token_BK < num_valid)
     index_BK1 = jnp.clip(index_BK, 0, V - 1)[..., None]
-    x_BK = finite(jnp.take_along_axis(law.logits_BTV[:, :K], index_BK1, axis=-1)[..., 0])
+    x_BK = finite(jnp.take_along_axis(law.logits_BTV, index_BK1, axis=-1)[..., 0])
     weight_BK = jnp.exp((x_BK - law.largest_BT[:, :K]) * inverse(temperature_B)[:, None])
     probability_BK = jnp.where(here_BK & (x_BK >= law.threshold_BT[:, :K]), weight_BK / law.total_BT[:, :K], 0)
     return jax.lax.psum(probability_BK, axis_name) if axis_name else probability_BK

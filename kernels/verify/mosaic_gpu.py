@@ -57,17 +57,24 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
 def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_valid: int, *, interpret=None) -> Race:
     """See `xla.residual`; one part per tile. Blocks of a row of temperature 0 end at once and write nothing: what is
     in their outputs, NaN perhaps, goes no further than a token that `api.reject` does not take."""
-    drawn = isinstance(q, tuple)
-    arrays = [p.logits_BTV, q.logits_BTV] if drawn else [p.logits_BTV]
-    tiles = _Tiles(*arrays)
-    arrays = [tiles.pad(x) for x in arrays]
+    drafts = list(q) if isinstance(q, tuple) else []
+    tiles = _Tiles(p.logits_BTV, *(law.logits_BTV for law in drafts))
+    logits = [tiles.pad(law.logits_BTV) for law in (p, *drafts)]
+    guess_B = jnp.zeros_like(row_B) if drafts else q
+    draft_row_B = jnp.minimum(row_B, max(len(drafts) - 1, 0))
 
-    def statistics(law):
+    def statistics(row_B, *columns_BT):
         """Threshold, largest logit and total of the row in question, `[B, 3]`."""
-        rows_B1 = jnp.minimum(row_B, law.logits_BTV.shape[1] - 1)[:, None]
-        return jnp.concatenate([jnp.take_along_axis(x_BT, rows_B1, axis=1) for x_BT in law[1:]], axis=1)
+        return jnp.concatenate([jnp.take_along_axis(x_BT, row_B[:, None], axis=1) for x_BT in columns_BT], axis=1)
 
-    def body(row_ref, subtract_ref, guess_ref, temperature_ref, key_ref, first_ref, *refs):
+    law_B3 = statistics(row_B, *p[1:])
+    draft_B3 = law_B3
+    if drafts:
+        draft_B3 = statistics(draft_row_B, *(jnp.stack(x_B, axis=1) for x_B in list(zip(*drafts, strict=True))[1:]))
+
+    def body(row_ref, draft_row_ref, subtract_ref, guess_ref, temperature_ref, key_ref, first_ref, law_ref, draft_ref,
+             x_ref, *refs):  # fmt: skip
+        draft_refs, out_refs, staged = refs[: len(drafts)], refs[len(drafts) : -1], refs[-1]
         tile, b = lax.axis_index("tile"), lax.axis_index("row")
 
         @pl.when(temperature_ref[b] > 0.0)
@@ -75,26 +82,32 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
             place, token, inside = tiles.place(tile, first_ref[0], num_valid)
             scale = inverse(temperature_ref[b])
 
-            def dense(x_ref, law_ref):
-                row = jnp.minimum(row_ref[b], x_ref.shape[1] - 1)
-                x = finite(tiles.load(x_ref, (b, row), place))
+            def dense(x, law_ref):
+                x = finite(x)
                 weight = jnp.exp((x - law_ref[b, 1]) * scale) * (1.0 / law_ref[b, 2])
                 return jnp.where(inside & (x >= law_ref[b, 0]), weight, 0.0)
 
-            law = dense(refs[0], refs[1])
-            other = dense(refs[2], refs[3]) if drawn else jnp.where(token == guess_ref[b], 1.0, 0.0)
+            law = dense(tiles.load(x_ref, (b, row_ref[b]), place), law_ref)
+            for k, ref in enumerate(draft_refs):  # each an array of its own: only the one that counts is read
+
+                @pl.when(draft_row_ref[b] == k)
+                def _(ref=ref):
+                    staged[...] = tiles.load(ref, (b,), place).astype(jnp.float32)
+
+            other = jnp.where(token == guess_ref[b], 1.0, 0.0)
+            if drafts:
+                other = dense(tiles.load(staged, (), 0), draft_ref)
             rest = jnp.maximum(law - other * subtract_ref[b], 0.0)
             noise = exponential(key_ref[b, 0], key_ref[b, 1], token)
             out = [jnp.sum(jnp.where(inside, rest, 0.0)), *_best(rest / noise, token), *_best(law / noise, token)]
-            for ref, number in zip(refs[-5:], out, strict=True):
+            for ref, number in zip(out_refs, out, strict=True):
                 ref[b, tile] = number
 
-    laws = [(array, statistics(law)) for array, law in zip(arrays, [p, q], strict=False)]
     dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.int32]
-    guess_B = jnp.zeros_like(row_B) if drawn else q
-    return Race(*_call(body, "verify_residual", dtypes, row_B.shape[0], tiles, interpret)(
-        row_B, subtract_B.astype(jnp.float32), guess_B, temperature_B, key_B2, first_token.reshape(1),
-        *jax.tree.leaves(laws)))
+    return Race(*_call(body, "verify_residual", dtypes, row_B.shape[0], tiles, interpret,
+                       scratch_types=[plgpu.SMEM((tiles.size,), jnp.float32)])(
+        row_B, draft_row_B, subtract_B.astype(jnp.float32), guess_B, temperature_B, key_B2, first_token.reshape(1),
+        law_B3, draft_B3, *logits))
 
 
 class _Tiles:
@@ -137,9 +150,9 @@ def _best(value, token):
     return best, jnp.min(jnp.where(value == best, token, 2**31 - 1))
 
 
-def _call(body, name: str, dtypes, num_rows: int, tiles: _Tiles, interpret):
+def _call(body, name: str, dtypes, num_rows: int, tiles: _Tiles, interpret, **options):
     """A kernel that leaves a number of each dtype per row and tile."""
-    options = {} if interpret is None else {"interpret": interpret}
+    options |= {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(body, out_type=[jax.ShapeDtypeStruct((num_rows, tiles.count), dtype) for dtype in dtypes],
                         grid=(tiles.count, num_rows), grid_names=("tile", "row"),  # CUDA limits all axes but the last
                         kernel_name=name, **options)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from specjax.kernels.verify.noise import exponential
@@ -42,8 +43,8 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
 
     Args:
       p: the target's laws, see `api.Law`.
-      q: the draft's laws, or where it has none its guess, int32 `[B]`.
-      row_B: int32, which of the T laws; the draft's is the same one.
+      q: the laws of the K drafts, or where they have none the guess in question, int32 `[B]`.
+      row_B: int32, which of the T laws; the draft's is the same one, or the last.
       subtract_B: bool, whether there is anything to subtract.
       temperature_B, key_B2, first_token, num_valid: as for `scan`. Rows of temperature 0 mean nothing.
 
@@ -59,7 +60,10 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
         return jnp.where(kept_BV, jnp.exp((x_BV - largest_B1) * inverse(temperature_B)[:, None]) / total_B1, 0)
 
     p_BV = dense(p)
-    q_BV = dense(q) if isinstance(q, tuple) else (token_V == q[:, None]).astype(jnp.float32)
+    if isinstance(q, tuple):
+        q_BV = dense(jax.tree.map(lambda *x: jnp.stack(x, axis=1), *q))
+    else:
+        q_BV = (token_V == q[:, None]).astype(jnp.float32)
     rest_BV = jnp.maximum(p_BV - jnp.where(subtract_B[:, None], q_BV, 0), 0)
     noise_BV = exponential(key_B2[:, :1], key_B2[:, 1:], token_V)
     races = [*_best(rest_BV / noise_BV, token_V), *_best(p_BV / noise_BV, token_V)]

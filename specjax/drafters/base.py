@@ -38,17 +38,17 @@ class Draft(NamedTuple):
       tokens_BK: int32.
       count_B: int32, how many of the K guesses are real in each row; None where all always are. When no row of the
         batch has any, the round is a plain one-token step.
-      law: laws `[B, K]` that the tokens were drawn from, see `chain`; None for deterministic guesses.
+      law: the K laws that the tokens were drawn from, as `draw` returned them; None for deterministic guesses.
     """
 
     tokens_BK: jax.Array
     count_B: jax.Array | None = None
-    law: Law | None = None
+    law: tuple[Law, ...] | None = None
 
 
 def chain(tokens: list[jax.Array], laws: list[Law]) -> Draft:
     """The proposal of K tokens that were drawn one after the other: what K calls of `draw` returned."""
-    return Draft(jnp.stack(tokens, axis=1), law=jax.tree.map(lambda *x: jnp.stack(x, axis=1), *laws))
+    return Draft(jnp.stack(tokens, axis=1), law=tuple(laws))
 
 
 class Context(NamedTuple):

@@ -50,7 +50,7 @@ def main(folder: pathlib.Path) -> None:
         pools = [x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) == 4]
         weights = [x for x in jax.tree.leaves((params, draft_params)) if len(x.shape) > 1]
         save(folder / name, function, (params, draft_params, config, state), jax.tree.leaves(state), pools, weights,
-             start, kernels=kernels, filters=PROGRAMS[name][2])
+             start, kernels=kernels, filters=PROGRAMS[name][2], logits_bytes=logits_bytes(name))
     for name, (function, args, donate) in broken().items():
         args = aot.abstract(args, mesh)
         pool, weight, _ = args
@@ -87,6 +87,14 @@ def arguments(name: str):
     state = jax.eval_shape(lambda params, draft_params, *args: decode.init(params, draft_params, config, *args),
                            params, draft_params, ids(B, S), ids(B), ids(B), ids(B, 3), sampling)
     return config, (params, draft_params, state), kernels
+
+
+def logits_bytes(name: str) -> int:
+    """Of the logits that must be there at once: the target's, two more for filters to search in, and the drafts' where
+    their laws are needed after those."""
+    drafter, mode, filters, _ = PROGRAMS[name]
+    rows = (K + 1 if drafter else 1) * (3 if filters else 1)
+    return 4 * B * TARGET.vocab_size * (rows + (K if (drafter, mode) == ("draft_model", "rejection") else 0))
 
 
 def verification():
@@ -163,8 +171,7 @@ def save(folder: pathlib.Path, function, args, donated, pools, weights, start: f
     size = lambda x: x.size * x.dtype.itemsize  # noqa: E731
     compile_(folder, function, args, start, pools=sorted({x.shape for x in pools}), pool_bytes=sum(map(size, pools)),
              smallest_pool_bytes=min(map(size, pools)), smallest_weight=min(x.size for x in weights),
-             state_bytes=sum(map(size, donated)), smallest_logits=B * TARGET.vocab_size,
-             logits_bytes=4 * B * (2 * K + 1) * TARGET.vocab_size, **facts)  # fmt: skip
+             state_bytes=sum(map(size, donated)), smallest_logits=B * TARGET.vocab_size, **facts)  # fmt: skip
 
 
 def compile_(folder: pathlib.Path, function, args, start: float, **facts) -> None:

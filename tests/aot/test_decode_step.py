@@ -87,7 +87,7 @@ def test_nothing_as_large_as_logits_is_written_but_logits(program):
 def test_pools_are_updated_where_they_are(program):
     facts = program.facts
     assert facts["aliased_bytes"] >= facts["state_bytes"] > facts["pool_bytes"]
-    assert facts["temporary_bytes"] < 1.25 * facts["logits_bytes"] < facts["smallest_pool_bytes"]
+    assert facts["temporary_bytes"] < 1.1 * facts["logits_bytes"] < facts["smallest_pool_bytes"]
 
 
 def test_nothing_goes_through_the_host(program):
@@ -134,5 +134,5 @@ def test_these_checks_notice(programs):
     assert found("weight_converted") == {"weight"}
     assert found("loop_inside") == {"buffer"}
     assert "host" in found("through_host")
-    logits, others = beside_logits(programs["logits_stacked"])
-    assert others == Counter([2 * max(logits)])
+    stacked = programs["logits_stacked"]
+    assert beside_logits(stacked)[1] == Counter([2 * stacked.facts["smallest_logits"]])

@@ -5,6 +5,7 @@ A kernel runs in the Mosaic GPU interpreter, in the place of the reference: ever
 
 import functools
 import itertools
+import operator
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -79,6 +80,11 @@ def winner(weight_V, key_2):
     return int(np.argmax(race_V)), second < first * (1 - 1e-5)
 
 
+def apart(law):
+    """Laws of K drafts as the product hands them on: each by itself."""
+    return tuple(jax.tree.map(operator.itemgetter((slice(None), k)), law) for k in range(law.logits_BTV.shape[1]))
+
+
 class Round:
     """Random logits of a target and of a draft that resembles it, with rows of all kinds in one batch."""
 
@@ -118,7 +124,8 @@ class Round:
             draft_BK, draft_law = self.draw(draft=True, keys=False)[0], None
             draft_BK = draft_BK.at[0, 0].set(self.valid)
         else:
-            draft_BK, draft_law = self.draw(draft=True)
+            draft_BK, law = self.draw(draft=True)
+            draft_law = apart(law)
         likeliest_BT, law = self.draw(keys=False)
         accepted_B, own_B = self.passes.reject(law, likeliest_BT, draft_BK, self.count_B, draft_law, self.temperature_B,
                                                self.u_BK, self.key_BT2, num_valid=self.valid)
@@ -213,8 +220,8 @@ class TestPasses:
         logits_BTV = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 300)), jnp.float32)
         temperature_B, key_BT2 = jnp.ones(4), jnp.arange(16, dtype=jnp.int32).reshape(4, 2, 2)
         law = passes.draw(logits_BTV, temperature_B, None, None)[1]
-        race = passes.residual(law, law, jnp.zeros(4, jnp.int32), jnp.ones(4, bool), temperature_B, key_BT2[:, 0],
-                               jnp.int32(0), num_valid=300)
+        race = passes.residual(law, apart(law), jnp.zeros(4, jnp.int32), jnp.ones(4, bool), temperature_B,
+                               key_BT2[:, 0], jnp.int32(0), num_valid=300)
         assert not race.mass.any()
         own_B1, _ = passes.draw(logits_BTV[:, :1], temperature_B, None, key_BT2[:, :1])
         np.testing.assert_array_equal(race.own_token, own_B1[:, 0])
@@ -246,7 +253,8 @@ def test_a_mesh_gives_what_one_device_gives(shards, mode):
         stream = Stream.DRAFT if mode == "rejection" else Stream.TARGET
         position_BK = position_B[:, None] + jnp.arange(K)
         draft_BK, q = sampling_lib.draw(draft_logits_BKV, sampling, position_BK, stream, **options)
-        return draft_BK, *verify.verify(mode, logits_BTV, draft_BK, case.count_B, q, sampling, position_B, **options)
+        return draft_BK, *verify.verify(mode, logits_BTV, draft_BK, case.count_B, apart(q), sampling, position_B,
+                                        **options)
 
     def on_mesh(function):
         mesh = Mesh(np.array(jax.devices()[:shards]), ("tp",))
@@ -274,9 +282,10 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
     case = Round(product("xla"), 64)
     likeliest_BT, law = case.draw(keys=False)
     draft_BK, draft_law = case.draw(draft=True)
+    draft_law = apart(draft_law)
     arguments = dict(temperature_B=case.temperature_B, u_BK=case.u_BK, key_BT2=case.key_BT2)
     if wrong == "draft_logits":
-        draft_law = draft_law._replace(logits_BTV=draft_law.logits_BTV[..., :-1])
+        draft_law = (*draft_law[:-1], draft_law[-1]._replace(logits_BTV=draft_law[-1].logits_BTV[..., :-1]))
     else:
         name = {"temperature": "temperature_B", "u": "u_BK", "keys": "key_BT2"}[wrong]
         arguments[name] = arguments[name][:-1]
@@ -325,7 +334,7 @@ class Acceptance:
         D, self.T, self.V = law_DTV.shape
         self.temperature_D = jnp.ones(D)
         self.likeliest_DT, self.p = self._law(law_DTV)
-        self.q = None if q_DKV is None else self._law(q_DKV)[1]
+        self.q = None if q_DKV is None else apart(self._law(q_DKV)[1])
 
     def _law(self, law):
         with np.errstate(divide="ignore"):
@@ -345,12 +354,14 @@ class Acceptance:
         guess_D = jnp.take_along_axis(self.draft_DK, jnp.minimum(n_D, self.T - 2)[:, None], axis=1)[:, 0]
 
         def shard(law, v):
-            return None if law is None else law._replace(logits_BTV=law.logits_BTV[..., v : v + 1])
+            return law._replace(logits_BTV=law.logits_BTV[..., v : v + 1])
 
-        races = [self.passes.residual(
-            shard(self.p, v), guess_D if self.q is None else shard(self.q, v), n_D, n_D < self.count_D,
-            self.temperature_D, np.zeros((len(n_D), 2), np.int32), np.int32(v), num_valid=self.V)
-            for v in range(self.V)]
+        races = []
+        for v in range(self.V):
+            q = guess_D if self.q is None else tuple(shard(law, v) for law in self.q)
+            races.append(self.passes.residual(
+                shard(self.p, v), q, n_D, n_D < self.count_D, self.temperature_D, np.zeros((len(n_D), 2), np.int32),
+                np.int32(v), num_valid=self.V))
         mass_DV = np.stack([np.asarray(race.mass, np.float64) for race in races], axis=1)
         own_DV = np.stack([race.own_best for race in races], axis=1) * np.asarray(
             EXPONENTIAL(jnp.int32(0), jnp.int32(0), jnp.arange(self.V, dtype=jnp.int32)))
