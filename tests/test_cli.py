@@ -415,7 +415,7 @@ class TestProcess:
 
     def test_a_run(self, folder, target, tmp_path):
         done = self.specjax("generate", f"--target={folder}", "--prompt=hello", "--drafter=none", "--max_new_tokens=5",
-                            XDG_CACHE_HOME=str(tmp_path))
+                            XDG_CACHE_HOME=str(tmp_path), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
         assert (done.returncode, done.stderr) == (0, "")
         text = specjax.generate(target, "none", ["hello"], max_new_tokens=5).completions[0].text
         assert done.stdout.startswith(f"> hello\n{text}\n\nnone, K = 0")

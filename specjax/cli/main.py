@@ -68,11 +68,12 @@ def _complain(message: str) -> int:
 
 
 def _configure_jax() -> None:
-    """Keeps compiled programs from one run to the next, unless the user has chosen a place for them already."""
+    """Keeps compiled programs from one run to the next; where, and which, the user may have chosen already."""
     import jax
 
     logging.set_verbosity(logging.FATAL)  # what goes wrong is said once, by us, not by a library's threads as well
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "specjax" / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
