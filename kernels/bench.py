@@ -19,7 +19,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -32,7 +31,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from specjax.kernels import check, dispatch, verify
 from specjax.kernels.paged_attention import mosaic_gpu as attention_kernel
 from specjax.kernels.paged_attention import paged_attention
-from specjax.kernels.verify import api as verify_api
 from specjax.kernels.verify import mosaic_gpu as verify_kernel
 
 L2_BYTES = 50 * 2**20  # of an H100 and an H200
@@ -140,10 +138,9 @@ def interpreted() -> Iterator[None]:
                                   f"{jax.__version__}")  # fmt: skip
     options = dict(interpret=plgpu.InterpretGPUParams())
     attention = functools.partial(attention_kernel.paged_attention, **options)
-    passes = SimpleNamespace(scan=functools.partial(verify_kernel.scan, **options),
-                             residual=functools.partial(verify_kernel.residual, **options))
+    passes = {name: functools.partial(getattr(verify_kernel, name), **options) for name in ("scan", "residual")}
     with (dispatch.compiling_for(dispatch.HOPPER), mock.patch.object(attention_kernel, "paged_attention", attention),
-          mock.patch.dict(verify_api.PASSES, mosaic_gpu=passes)):  # fmt: skip
+          mock.patch.multiple(verify_kernel, **passes)):
         yield
 
 

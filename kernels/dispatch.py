@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
 from collections.abc import Iterator
+from types import ModuleType
 
 import jax
 
@@ -34,6 +36,12 @@ def choose(implementation: str | None, unsupported: str | None = None) -> str:
     if implementation == "mosaic_gpu" and reason:
         raise ValueError(f"implementation 'mosaic_gpu' cannot run here: {reason}")
     return "xla" if reason else "mosaic_gpu"
+
+
+def module(package: str, implementation: str) -> ModuleType:
+    """The module of an operation's package that is called like the implementation, imported when it is first chosen:
+    importing Pallas for GPUs takes a third of a second, which nobody on a CPU should wait for."""
+    return importlib.import_module(f"{package}.{implementation}")
 
 
 def missing_gpu() -> str | None:

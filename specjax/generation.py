@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from specjax import decode
+from specjax import sampling as sampling_lib
 from specjax.checkpoint import Model, check_same_vocabulary
 from specjax.decode import DecodeConfig
 from specjax.drafters import base
 from specjax.drafters.base import Drafter
 from specjax.errors import SpecJAXError
-from specjax.sampling import SamplingParams
 
 # on_tokens(index of the prompt, new ids, for each id whether it was an accepted draft, whether these are the last)
 OnTokens = Callable[[int, list[int], list[bool], bool], None]
@@ -150,17 +150,15 @@ def generate(
     batch_size = len(prompt_ids)
     budget_B = per_prompt("max_new_tokens", max_new_tokens, batch_size, int,
                           lambda x: (x >= 1) & (x < 2**31), "in [1, 2**31)")
-    temperature_B = per_prompt("temperature", temperature, batch_size, float,
-                               lambda x: (x >= 0) & (x < np.inf), "at least 0 and finite")
-    top_k_B = per_prompt("top_k", top_k, batch_size, int, lambda x: (x >= 0) & (x < 2**31), "in [0, 2**31)")
-    top_p_B = per_prompt("top_p", top_p, batch_size, float, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
-    min_p_B = per_prompt("min_p", min_p, batch_size, float, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
-    seed_B = per_prompt("seed", seed, batch_size, int, lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)")
-    # What is off in all rows is not even compiled.
-    fields = {"temperature_B": (temperature_B, 0), "top_k_B": (top_k_B, 0), "top_p_B": (top_p_B, 1),
-              "min_p_B": (min_p_B, 0)}  # fmt: skip
-    used = {field: value_B for field, (value_B, off) in fields.items() if (value_B != off).any()}
-    sampling = SamplingParams(seed_B.astype(np.uint32), **used)
+    sampling = sampling_lib.params(
+        seed_B=per_prompt("seed", seed, batch_size, int,
+                          lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)").astype(np.uint32),
+        temperature_B=per_prompt("temperature", temperature, batch_size, float,
+                                 lambda x: (x >= 0) & (x < np.inf), "at least 0 and finite"),
+        top_k_B=per_prompt("top_k", top_k, batch_size, int, lambda x: (x >= 0) & (x < 2**31), "in [0, 2**31)"),
+        top_p_B=per_prompt("top_p", top_p, batch_size, float, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
+        min_p_B=per_prompt("min_p", min_p, batch_size, float, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+    )  # fmt: skip
     length_B = np.array([len(ids) for ids in prompt_ids], np.int32)
     max_length_B = np.minimum(length_B.astype(np.int64) + budget_B, limit).astype(np.int32)
     tokens_BS = np.zeros((batch_size, bucket(int(max_length_B.max()))), np.int32)

@@ -13,7 +13,7 @@ from specjax import kv_cache
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
-from specjax.kernels.paged_attention import mosaic_gpu, paged_attention
+from specjax.kernels.paged_attention import paged_attention, unsupported
 from specjax.kv_cache import PagedKVCache
 
 CPU_FEW_ROWS, CPU_BLOCKS = 32, 4  # see `_matmul`
@@ -204,7 +204,7 @@ def check_implementation(cfg: LlamaConfig, dtype, page_size: int, implementation
     q_BTNH = jax.ShapeDtypeStruct((1, 1, cfg.num_heads, cfg.head_dim), dtype)
     k_pool = jax.ShapeDtypeStruct((1, cfg.num_kv_heads, page_size, cfg.head_dim), dtype)
     try:
-        dispatch.choose(implementation, mosaic_gpu.unsupported(q_BTNH, k_pool))
+        dispatch.choose(implementation, unsupported(q_BTNH, k_pool))
     except ValueError as error:
         raise SpecJAXError(str(error)) from error
 

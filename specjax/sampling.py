@@ -17,8 +17,6 @@ from specjax.kernels import verify as verify_kernels
 from specjax.kernels.verify import Law
 from specjax.kernels.verify.partial import inverse
 
-EVERY_LOGIT = -2139095041  # `_order` of -inf
-
 
 class Stream(enum.IntEnum):
     """Purposes of random numbers. Those that must be independent have different streams."""
@@ -47,6 +45,12 @@ class SamplingParams:
     top_k_B: jax.Array | None = None
     top_p_B: jax.Array | None = None
     min_p_B: jax.Array | None = None
+
+
+def params(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingParams:
+    """The same from arrays for all fields, on the host: None for what is off in all rows."""
+    fields = dict(temperature_B=(temperature_B, 0), top_k_B=(top_k_B, 0), top_p_B=(top_p_B, 1), min_p_B=(min_p_B, 0))
+    return SamplingParams(seed_B, **{name: x_B for name, (x_B, off) in fields.items() if (x_B != off).any()})
 
 
 def draw(logits_BTV: jax.Array, sampling: SamplingParams, position_BT: jax.Array | None, stream: Stream | None, *,
@@ -94,7 +98,7 @@ def thresholds(logits_BTV: jax.Array, sampling: SamplingParams, num_valid: int |
     if axis_name:
         largest_BT = jax.lax.pmax(largest_BT, axis_name)
     order_BTV = _order(logits_BTV)
-    threshold_BT = jnp.full(logits_BTV.shape[:2], EVERY_LOGIT)
+    threshold_BT = jnp.broadcast_to(_order(jnp.float32(-jnp.inf)), logits_BTV.shape[:2])
     if sampling.top_k_B is not None:
         k_B1 = jnp.where(sampling.top_k_B > 0, jnp.minimum(sampling.top_k_B, num_shards * V), num_shards * V)[:, None]
         threshold_BT = _largest_threshold(order_BTV, jnp.ones_like(order_BTV), k_B1, axis_name)

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, kv_cache, llama
+from specjax import sampling as sampling_lib
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig, DecodeState
 from specjax.drafters import base
 from specjax.errors import SpecJAXError
-from specjax.sampling import SamplingParams
 
 INIT = jax.jit(decode.init, static_argnums=(2, 8))
 GENERATE = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
@@ -94,11 +94,8 @@ def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=
     def rows(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
 
-    # As `generation.generate` does it: what is off in all rows is None.
-    fields = dict(temperature_B=(temperature, 0), top_k_B=(top_k, 0), top_p_B=(top_p, 1), min_p_B=(min_p, 0))
-    used = {field: rows(value, np.int32 if field == "top_k_B" else np.float32)
-            for field, (value, off) in fields.items() if (np.asarray(value) != off).any()}
-    sampling = SamplingParams(rows(seed, np.uint32), **used)
+    sampling = sampling_lib.params(rows(seed, np.uint32), rows(temperature, np.float32), rows(top_k, np.int32),
+                                   rows(top_p, np.float32), rows(min_p, np.float32))
     prefill_chunk = config.pop("prefill_chunk", 8)
     config = DecodeConfig(target.config, drafter, **{"page_size": 4, **config})
     state = INIT(target.params, draft_params, config, jnp.asarray(tokens_BS), jnp.asarray(length_B),

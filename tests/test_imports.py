@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -93,3 +95,9 @@ def test_the_core_is_seen():
     assert {"specjax.errors", "specjax.config", "specjax.kernels.dispatch"} <= SOURCES.keys()
     assert {"specjax.llama", "specjax.verify", "specjax.drafters.base", "specjax.sampling"} <= imports("specjax.decode")
     assert "specjax.kernels.paged_attention" in imports("specjax.llama")
+
+
+def test_nobody_on_a_cpu_waits_for_pallas():
+    """Commands start without it; a kernel that is chosen brings it."""
+    code = "import sys, specjax.cli.generate; sys.exit('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels import dispatch
-from specjax.kernels.paged_attention import mosaic_gpu, xla
 
+# What the Mosaic GPU kernel can do: widths of heads, sizes of pages, query heads per kv head; and CUDA's limit on
+# sequences x kv heads.
+HEADS, PAGES, MAX_GROUP, MAX_GRID = (64, 128), (16, 32, 64, 128), 16, 65535
 MAX_NODES = 64  # new tokens that a row of ancestor bits has room for
 
 
@@ -47,9 +49,27 @@ def paged_attention(q_BTNH: jax.Array, k_pool: jax.Array, v_pool: jax.Array, blo
         raise ValueError(f"block table {block_table_BX.shape} and start {start_B.shape} do not fit {B} sequences")
     if ancestors_BT2 is not None and (T > MAX_NODES or ancestors_BT2.shape != (B, T, 2)):
         raise ValueError(f"ancestors {ancestors_BT2.shape} do not fit {B} x {T} new tokens (at most {MAX_NODES})")
-    implementations = {"xla": xla.paged_attention, "mosaic_gpu": mosaic_gpu.paged_attention}
-    chosen = dispatch.choose(implementation, mosaic_gpu.unsupported(q_BTNH, k_pool))
-    return implementations[chosen](q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2)
+    chosen = dispatch.module(__package__, dispatch.choose(implementation, unsupported(q_BTNH, k_pool)))
+    return chosen.paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2)
+
+
+def unsupported(q_BTNH: jax.Array, k_pool: jax.Array) -> str | None:
+    """Why the Mosaic GPU kernel cannot do these shapes and dtypes; None where it can. No value is read."""
+    B, _, N, H = q_BTNH.shape
+    NKV, Z = k_pool.shape[1:3]
+    if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs keys and values in bfloat16 or float16, and these are {k_pool.dtype}"
+    if q_BTNH.dtype != k_pool.dtype:
+        return f"it needs queries in the dtype of the pools, {k_pool.dtype}, and these are {q_BTNH.dtype}"
+    if H not in HEADS:
+        return f"it needs heads of 64 or 128 channels, and these have {H}"
+    if Z not in PAGES:
+        return f"it needs pages of 16, 32, 64 or 128 slots, and these have {Z}"
+    if N // NKV > MAX_GROUP:
+        return f"it needs at most {MAX_GROUP} query heads per kv head, and here are {N // NKV}"
+    if B * NKV > MAX_GRID:
+        return f"it needs at most {MAX_GRID} sequences x kv heads, and here are {B * NKV}"
+    return None
 
 
 def pack_ancestors(mask_BTT: jax.Array) -> jax.Array:

@@ -30,31 +30,9 @@ BLOCK = 64  # slots per step of the online softmax; with 128, registers spill
 STAGES = 4  # blocks in shared memory. 4 x 32 KiB per SM under way is several times bandwidth x latency / 132
 MIN_BLOCKS = 4  # fewer per split are not worth a second kernel that combines them
 
-HEADS, PAGES, MAX_GROUP = (64, 128), (16, 32, 64, 128), 16  # widths, sizes, query heads per kv head: all it can do
-MAX_GRID = 65535  # CUDA's, for sequences x kv heads
-
 MASKED = xla.MASKED
 LOWEST = -1e20  # where the running maximum starts: below every score, and so far above MASKED that its weight is 0
 WGMMA, WGMMA_ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-
-
-def unsupported(q_BTNH: jax.Array, k_pool: jax.Array) -> str | None:
-    """Why this kernel cannot do these shapes and dtypes, as one sentence; None where it can. Reads no values."""
-    B, _, N, H = q_BTNH.shape
-    NKV, Z = k_pool.shape[1:3]
-    if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it needs keys and values in bfloat16 or float16, and these are {k_pool.dtype}"
-    if q_BTNH.dtype != k_pool.dtype:
-        return f"it needs queries in the dtype of the pools, {k_pool.dtype}, and these are {q_BTNH.dtype}"
-    if H not in HEADS:
-        return f"it needs heads of 64 or 128 channels, and these have {H}"
-    if Z not in PAGES:
-        return f"it needs pages of 16, 32, 64 or 128 slots, and these have {Z}"
-    if N // NKV > MAX_GROUP:
-        return f"it needs at most {MAX_GROUP} query heads per kv head, and here are {N // NKV}"
-    if B * NKV > MAX_GRID:
-        return f"it needs at most {MAX_GRID} sequences x kv heads, and here are {B * NKV}"
-    return None
 
 
 def num_splits_for(num_ctas: int, max_slots: int, num_sms: int) -> int:
@@ -74,7 +52,7 @@ def num_splits_for(num_ctas: int, max_slots: int, num_sms: int) -> int:
 
 def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2=None, *, interpret=None,
                     num_splits: int | None = None):
-    """See `api.paged_attention`; only what `unsupported` lets through.
+    """See `api.paged_attention`; only what `api.unsupported` lets through.
 
     T may be any number without ancestors (chunks of prompts). A CTA's work follows what its rows may see: neither X nor
     the other sequences cost anything. Queries are rearranged in jax.numpy to `[B, NKV, T * G, H]`, which costs a pass

@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels import dispatch
-from specjax.kernels.verify import mosaic_gpu, xla
 from specjax.kernels.verify.partial import MASKED, Scan, finite, inverse, join_races, join_scans
 
-PASSES = {"xla": xla, "mosaic_gpu": mosaic_gpu}
 NO_LIMIT = 2**31 - 1
 
 
@@ -69,7 +67,7 @@ def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: j
         threshold_BT = jnp.full((B, T), MASKED, jnp.float32)
     temperature_R = None if temperature_B is None else jnp.repeat(temperature_B, T)
     noise = temperature_B is not None and key_BT2 is not None
-    parts = PASSES[dispatch.choose(implementation)].scan(
+    parts = _passes(implementation).scan(
         logits_BTV.reshape(B * T, V), temperature_R, threshold_BT.reshape(-1),
         key_BT2.reshape(-1, 2) if noise else None, _first_token(V, axis_name), _limit(num_valid))  # fmt: skip
     scan = join_scans(parts, temperature_R, noise)
@@ -119,7 +117,7 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
     def probability(law, token_BK):
         return _probability(law, token_BK, temperature_B, first_token, num_valid, axis_name)
 
-    chain = law._replace(logits_BTV=law.logits_BTV[:, :K])
+    chain = jax.tree.map(lambda x_BT: x_BT[:, :K], law)
     p_BK = jnp.where(greedy_B[:, None], draft_BK == likeliest_BT[:, :K], probability(chain, draft_BK))
     q_BK = 1.0
     if draft_law is not None:
@@ -133,7 +131,7 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
         return jnp.take_along_axis(x_BTx, index_B.reshape(-1, *[1] * (x_BTx.ndim - 1)), axis=1)[:, 0]
 
     q = at(draft_BK, jnp.minimum(accepted_B, K - 1)) if draft_law is None else draft_law
-    parts = PASSES[dispatch.choose(implementation)].residual(
+    parts = _passes(implementation).residual(
         law, q, accepted_B, accepted_B < count_B, temperature_B, at(key_BT2, accepted_B), first_token, num_valid)
     race = join_races(parts)
     if axis_name:
@@ -150,14 +148,14 @@ def leading(ok_BK: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _probability(law: Law, token_BK, temperature_B, first_token, num_valid: int, axis_name):
-    """Probability of one token under each law, or each of the first K; 0 for an id that cannot be drawn."""
-    K, V = token_BK.shape[1], law.logits_BTV.shape[2]
+    """Probability of one token under each law; 0 for an id that cannot be drawn."""
+    V = law.logits_BTV.shape[2]
     index_BK = token_BK - first_token
     here_BK = (index_BK >= 0) & (index_BK < V) & (token_BK < num_valid)
     index_BK1 = jnp.clip(index_BK, 0, V - 1)[..., None]
     x_BK = finite(jnp.take_along_axis(law.logits_BTV, index_BK1, axis=-1)[..., 0])
-    weight_BK = jnp.exp((x_BK - law.largest_BT[:, :K]) * inverse(temperature_B)[:, None])
-    probability_BK = jnp.where(here_BK & (x_BK >= law.threshold_BT[:, :K]), weight_BK / law.total_BT[:, :K], 0)
+    weight_BK = jnp.exp((x_BK - law.largest_BT) * inverse(temperature_B)[:, None])
+    probability_BK = jnp.where(here_BK & (x_BK >= law.threshold_BT), weight_BK / law.total_BT, 0)
     return jax.lax.psum(probability_BK, axis_name) if axis_name else probability_BK
 
 
@@ -165,6 +163,10 @@ def _check_shapes(**arrays) -> None:
     for name, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has the shape {array.shape}, and here it must be {shape}")
+
+
+def _passes(implementation: str | None):
+    return dispatch.module(__package__, dispatch.choose(implementation))
 
 
 def _limit(num_valid: int | None) -> int:

@@ -52,6 +52,7 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
       A race `[B, S]` of S parts, here one.
     """
     token_V = jnp.arange(p.logits_BTV.shape[2], dtype=jnp.int32) + first_token
+
     def dense(law):
         rows_B1 = jnp.minimum(row_B, law.logits_BTV.shape[1] - 1)[:, None]
         threshold_B1, largest_B1, total_B1 = (jnp.take_along_axis(x_BT, rows_B1, axis=1) for x_BT in law[1:])

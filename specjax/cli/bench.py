@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
-import platform
 import time
 
-import jax
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -61,9 +58,10 @@ def main(argv: list[str]) -> None:
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
     draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None
 
-    first = bench.first_token_seconds(target, next(iter(prompts.values())), started, common.drafter_arguments(draft))
+    drafter = common.drafter_arguments(draft)
+    first = bench.first_token_seconds(target, next(iter(prompts.values())), started, drafter)
     figures = bench.decode_speed(target, prompts, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
-                                 drafter=common.drafter_arguments(draft), peers=FLAGS.peers)
+                                 drafter=drafter, peers=FLAGS.peers)
     console = Console(highlight=False)
     table = Table(title=f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {common.num_speculative_tokens()}",
                   title_justify="left", show_edge=False)
@@ -80,10 +78,8 @@ def main(argv: list[str]) -> None:
     print("The floor is the time that reading as many bytes as the weights have takes on this machine."
           + (" In brackets: plain decoding here over plain decoding there." if FLAGS.peers else ""))
     print(f"First token {first:.1f} s after the model began to load.")
-    result = {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(__name__) if flag.present],
-              "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
-              "python": platform.python_version(), "device": str(jax.devices()[0].device_kind),
-              "first_token_seconds": first, "rows": [dataclasses.asdict(row) for row in figures]}  # fmt: skip
+    result = {**common.provenance(__name__), "first_token_seconds": first,
+              "rows": [dataclasses.asdict(row) for row in figures]}  # fmt: skip
     if FLAGS.paging_length:
         paged, dense = bench.paging_cost(target, length=FLAGS.paging_length, page_size=FLAGS.page_size,
                                          repeats=10 * FLAGS.repeats)

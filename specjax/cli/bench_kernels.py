@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
-import platform
 import sys
 
 import jax
@@ -17,17 +15,19 @@ from absl import flags
 from rich.console import Console
 
 from specjax import bench_kernels
-from specjax.cli import jsonl
+from specjax.cli import common, jsonl
 from specjax.errors import SpecJAXError
 from specjax.kernels import bench, dispatch
+from specjax.kernels.paged_attention.api import PAGES
 
 FLAGS = flags.FLAGS
+PAGE_SIZES = f"{', '.join(map(str, PAGES[:-1]))} or {PAGES[-1]}"
 
 
 def define_flags() -> None:
     """Defines the flags of `specjax bench kernels`."""
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.", required=True)
-    flags.DEFINE_integer("page_size", 64, "Slots per page: 16, 32, 64 or 128.")
+    flags.DEFINE_integer("page_size", 64, f"Slots per page: {PAGE_SIZES}.")
     flags.DEFINE_float("budget_seconds", 200, "What is not measured by then is left out, and the table says so.")
     flags.DEFINE_boolean("tiny", False, "Tiny sizes, in Pallas' interpreter where no GPU can run the kernels: to see "
                                         "that everything runs. The figures mean nothing.")  # fmt: skip
@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
     """Runs the benchmark. Returns the exit code."""
     del argv
     jsonl.refuse_existing(FLAGS.output)
-    if FLAGS.page_size not in (16, 32, 64, 128):
-        raise SpecJAXError(f"--page_size must be 16, 32, 64 or 128, got {FLAGS.page_size}")
+    if FLAGS.page_size not in PAGES:
+        raise SpecJAXError(f"--page_size must be {PAGE_SIZES}, got {FLAGS.page_size}")
     if not 0 < FLAGS.budget_seconds < float("inf"):
         raise SpecJAXError(f"--budget_seconds must be a positive number, got {FLAGS.budget_seconds}")
     missing = dispatch.missing_gpu()
@@ -60,9 +60,7 @@ def main(argv: list[str]) -> int:
     print(f"{len(report.checks)} checks, {len(report.failures)} failures, {report.seconds:.0f} s."
           + (f" A copy on this card: {report.copy_bytes_per_second / 1e9:.0f} GB/s, read and written bytes together."
              f" {bench_kernels.fixed_cost(report)}" if report.rows else ""))  # fmt: skip
-    result = {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(__name__) if flag.present],
-              "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
-              "python": platform.python_version(), "device": device, "interpreted": bool(missing),
+    result = {**common.provenance(__name__), "interpreted": bool(missing),
               "fixed_seconds": report.fixed_seconds, **dataclasses.asdict(report)}  # fmt: skip
     for row, figures in zip(report.rows, result["rows"], strict=True):
         figures["share"] = {name: report.share(row, name) for name in row.seconds}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import platform
 
+import jax
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +46,13 @@ def drafter_arguments(draft: Model | None) -> dict:
     return dict(drafter=FLAGS.drafter, draft=draft, num_speculative_tokens=FLAGS.num_speculative_tokens,
                 drafter_options=_options(FLAGS.drafter_options), verify=FLAGS.verify, page_size=FLAGS.page_size,
                 implementation=FLAGS.implementation)
+
+
+def provenance(module: str) -> dict:
+    """Where the figures of a benchmark come from: the flags given to the command in `module`, versions, device."""
+    return {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(module) if flag.present],
+            "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
+            "python": platform.python_version(), "device": str(jax.devices()[0].device_kind)}  # fmt: skip
 
 
 def num_speculative_tokens() -> int:

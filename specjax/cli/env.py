@@ -10,13 +10,13 @@ import jax
 import specjax
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
-from specjax.kernels.paged_attention import mosaic_gpu
+from specjax.kernels.paged_attention import api as attention
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 OPERATIONS = {
-    "attention": f"For models in bfloat16 or float16 with heads of {' or '.join(map(str, mosaic_gpu.HEADS))} channels, "
-                 f"at most {mosaic_gpu.MAX_GROUP} query heads per kv head, and pages of "
-                 f"{', '.join(map(str, mosaic_gpu.PAGES))} slots; other models use xla.",
+    "attention": f"For models in bfloat16 or float16 with heads of {' or '.join(map(str, attention.HEADS))} channels, "
+                 f"at most {attention.MAX_GROUP} query heads per kv head, and pages of "
+                 f"{', '.join(map(str, attention.PAGES))} slots; other models use xla.",
     "verification": "For every vocabulary.",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from specjax.kernels import dispatch
-from specjax.kernels.paged_attention import mosaic_gpu, pack_ancestors, paged_attention
+from specjax.kernels.paged_attention import mosaic_gpu, pack_ancestors, paged_attention, unsupported
 
 ATTENTION = jax.jit(paged_attention, static_argnames="implementation")
 
@@ -317,7 +317,7 @@ def test_what_the_kernel_cannot_do_is_said_or_left_to_xla(options, reason):
 def test_queries_of_another_dtype_are_left_to_xla():
     q, pool = jax.ShapeDtypeStruct((1, 1, 2, 64), "float32"), jax.ShapeDtypeStruct((1, 1, 16, 64), "bfloat16")
     reason = "it needs queries in the dtype of the pools, bfloat16, and these are float32"
-    assert mosaic_gpu.unsupported(q, pool) == reason
+    assert unsupported(q, pool) == reason
 
 
 @pytest.mark.parametrize(("num_ctas", "max_slots", "splits"), [

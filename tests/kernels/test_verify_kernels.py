@@ -3,25 +3,25 @@
 A kernel runs in the Mosaic GPU interpreter, in the place of the reference: everything around it is the product's.
 """
 
+import contextlib
 import functools
 import itertools
-import operator
 import re
 from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sampling as sampling_lib
 from specjax import verify
+from specjax.kernels import bench, dispatch
 from specjax.kernels import verify as kernels
-from specjax.kernels.verify import api, mosaic_gpu, noise, xla
+from specjax.kernels.check import apart
+from specjax.kernels.verify import noise
 from specjax.kernels.verify.partial import join_races, join_scans
 from specjax.sampling import SamplingParams, Stream
 from specjax.verify import MODES
@@ -32,27 +32,24 @@ EXPONENTIAL = jax.jit(noise.exponential)
 
 @functools.cache
 def product(implementation: str) -> SimpleNamespace:
-    """The product's functions, jitted, on one implementation of the passes. All of them call it "xla"; what that is
-    counts while they are traced."""
-    options = dict(implementation="xla")
-    kernel = xla
-    if implementation == "mosaic_gpu":
-        interpret = plgpu.InterpretGPUParams()
-        kernel = SimpleNamespace(scan=functools.partial(mosaic_gpu.scan, interpret=interpret),
-                                 residual=functools.partial(mosaic_gpu.residual, interpret=interpret))
+    """The product's functions, jitted, on one implementation of the passes; a kernel runs in the interpreter."""
+    context = bench.interpreted if implementation == "mosaic_gpu" else contextlib.nullcontext
 
-    def on_kernel(function, *static):
-        def traced(*args, **kwargs):
-            with mock.patch.dict(api.PASSES, xla=kernel):
+    def traced(function):
+        def call(*args, **kwargs):
+            with context():
                 return function(*args, **kwargs)
 
-        return jax.jit(traced, static_argnames=static)
+        return jax.jit(call, static_argnames="num_valid")
+
+    def passes():
+        return dispatch.module(kernels.__name__, implementation)
 
     return SimpleNamespace(
-        draw=on_kernel(functools.partial(kernels.draw, **options), "num_valid"),
-        reject=on_kernel(functools.partial(kernels.reject, **options), "num_valid"),
-        scan=on_kernel(lambda *args, num_valid: kernel.scan(*args, num_valid), "num_valid"),
-        residual=on_kernel(lambda *args, num_valid: join_races(kernel.residual(*args, num_valid)), "num_valid"),
+        draw=traced(functools.partial(kernels.draw, implementation=implementation)),
+        reject=traced(functools.partial(kernels.reject, implementation=implementation)),
+        scan=traced(lambda *args, num_valid: passes().scan(*args, num_valid)),
+        residual=traced(lambda *args, num_valid: join_races(passes().residual(*args, num_valid))),
     )
 
 
@@ -78,11 +75,6 @@ def winner(weight_V, key_2):
     race_V = weight_V / noise_V.astype(np.float64)
     second, first = np.sort(race_V)[-2:]
     return int(np.argmax(race_V)), second < first * (1 - 1e-5)
-
-
-def apart(law):
-    """Laws of K drafts as the product hands them on: each by itself."""
-    return tuple(jax.tree.map(operator.itemgetter((slice(None), k)), law) for k in range(law.logits_BTV.shape[1]))
 
 
 class Round:
