@@ -159,7 +159,7 @@ class GGUFSource:
         names = {theirs: ours for ours, theirs in (LAYER_NAMES if match else OTHER_NAMES).items()}
         return f"blk.{match[1]}.{names[match[2]]}.{suffix}" if match else f"{names[stem]}.{suffix}"
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: table.Index = ()) -> np.ndarray:
         import gguf
 
         if hasattr(mmap, "MADV_DONTNEED"):  # forget what was read before, or the whole file would stay resident
@@ -172,9 +172,9 @@ class GGUFSource:
             array = tensor.data if kind in ("F32", "F16") else gguf.dequantize(tensor.data, tensor.tensor_type)
         heads = self._heads.get(tensor.name.split(".")[-2])
         if heads is None:
-            return array.reshape(shape)
+            return array.reshape(shape)[index]
         # llama.cpp turns neighbouring pairs, Hugging Face the two halves of a head: [heads, H/2, 2] -> [heads, 2, H/2].
-        return array.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        return array.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)[index]
 
 
 def _hf_name(name: str) -> str:

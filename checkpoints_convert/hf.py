@@ -129,10 +129,10 @@ class SafetensorsSource:
     def own_name(self, name: str) -> str:
         return name
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: table.Index = ()) -> np.ndarray:
         try:
             with safetensors.safe_open(self._files[name], framework="np") as file:
-                return file.get_tensor(name)
+                return file.get_slice(name)[index]
         except (safetensors.SafetensorError, OSError) as error:
             raise SpecJAXError(f"cannot read {self._files[name]}: {error}") from error
 

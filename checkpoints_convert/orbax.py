@@ -5,7 +5,8 @@
     params/embed_VD  params/layers/000 ...  params/final_norm_D  params/lm_head_VD
 
 An item is what `orbax.checkpoint.PyTreeCheckpointer` saves and restores. There is one a layer, so that neither writing
-nor reading holds more than a layer in host memory. Arrays are not compressed: trained weights barely shrink.
+nor reading holds more than a layer in host memory. Arrays are not compressed: trained weights barely shrink. They are
+cut into small chunks, which are what TensorStore reads: a device that needs a slice then reads little else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import flax.traverse_util
 import numpy as np
@@ -26,6 +28,7 @@ from specjax.errors import SpecJAXError
 from specjax.files import parsing, read_json, read_text, write_json, writing
 
 FORMAT, VERSION = "specjax", 1
+CHUNKS, CHUNK_BYTES = 64, 2**20  # not more of them, and none smaller
 
 
 def is_checkpoint(fields: dict) -> bool:
@@ -45,6 +48,16 @@ def _split(path: table.Path) -> tuple[str, table.Path]:
     return str(path[0]), path
 
 
+def _save_args(path: table.Path, array: np.ndarray) -> orbax.checkpoint.SaveArgs:
+    """How an array is cut: between kv heads, or across its longest axis, F or V, which Orbax divides first."""
+    axes = str(path[-1]).rpartition("_")[2]
+    if "K" in axes:
+        return orbax.checkpoint.SaveArgs(shard_axes=(axes.index("K"),))
+    # Of a vocabulary that has no other divisors Orbax would make a chunk of each row.
+    chunks = max(n for n in range(1, CHUNKS + 1) if max(array.shape) % n == 0)
+    return orbax.checkpoint.SaveArgs(chunk_byte_size=max(CHUNK_BYTES, array.nbytes // chunks))
+
+
 def write_folder(folder: pathlib.Path, opened: table.Opened, dtype: str, progress: Callable | None = None) -> None:
     """Writes a checkpoint into the empty `folder`; `progress(done, total)` is called after every layer."""
     total, done = len(table.parameters(opened.config)), 0
@@ -53,8 +66,10 @@ def write_folder(folder: pathlib.Path, opened: table.Opened, dtype: str, progres
         for item, group in itertools.groupby(opened.parameters(dtype), lambda entry: _split(entry[0])[0]):
             arrays = {_split(path)[1]: array for path, array in group}
             done += len(arrays)
+            save_args = flax.traverse_util.unflatten_dict({path: _save_args(path, arrays[path]) for path in arrays})
             with writing():
-                checkpointer.save((folder / "params" / item).absolute(), flax.traverse_util.unflatten_dict(arrays))
+                checkpointer.save((folder / "params" / item).absolute(), flax.traverse_util.unflatten_dict(arrays),
+                                  save_args=save_args)
             del arrays  # or this layer stays while the next one is read
             if progress:
                 progress(done, total)
@@ -68,7 +83,11 @@ def write_folder(folder: pathlib.Path, opened: table.Opened, dtype: str, progres
 
 
 def open_folder(folder: pathlib.Path) -> table.Opened:
-    """Reverses `write_folder`. Raises SpecJAXError for another version and for missing, surplus or truncated files."""
+    """Reverses `write_folder`.
+
+    Raises SpecJAXError for another version, for missing, surplus or truncated files, and for arrays whose headers are
+    not what the configuration says.
+    """
     fields = read_json(folder / "config.json")
     with parsing(folder / "config.json"):
         if fields.get("version") != VERSION:
@@ -91,6 +110,7 @@ def open_folder(folder: pathlib.Path) -> table.Opened:
     for item in sorted(expected ^ present):
         fault = "missing" if item in expected else "not part of this model (surplus)"
         raise SpecJAXError(f"{params / item} is {fault}")
+    _check_headers(params, cfg, dtype)
     tokenizer = None
     if (folder / "tokenizer.json").exists():
         template, backend = folder / "chat_template.jinja", tokenizer_lib.load_backend(folder / "tokenizer.json")
@@ -100,21 +120,44 @@ def open_folder(folder: pathlib.Path) -> table.Opened:
     return table.Opened(cfg, dtype, functools.partial(_read, params, cfg), tokenizer, eos_ids)
 
 
-def _read(params: pathlib.Path, cfg: LlamaConfig, dtype: str) -> Iterator[tuple[table.Path, np.ndarray]]:
-    with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
-        for item, group in itertools.groupby(table.parameters(cfg), lambda parameter: _split(parameter.path)[0]):
-            try:
-                arrays = flax.traverse_util.flatten_dict(checkpointer.restore((params / item).absolute()))
-            except Exception as error:  # Orbax and TensorStore have no common one
-                raise SpecJAXError(f"cannot read {params / item}: {str(error).splitlines()[0]}") from error
-            for parameter in group:
-                name = f"{params / item}: parameter {'.'.join(_split(parameter.path)[1])}"
-                array = arrays.pop(_split(parameter.path)[1], None)
-                if array is None:
-                    raise SpecJAXError(f"{name} is missing")
-                if array.shape != parameter.shape:
-                    raise SpecJAXError(f"{name} has shape {list(array.shape)}, the configuration requires "
-                                       f"{list(parameter.shape)}")
-                yield parameter.path, table.cast(array, dtype, name)
-            for path in arrays:
-                raise SpecJAXError(f"{params / item}: parameter {'.'.join(path)} is not part of this model (surplus)")
+def _items(cfg: LlamaConfig) -> Iterator[tuple[str, dict[table.Path, table.Parameter]]]:
+    """Folder of every item, and its parameters by their path inside it."""
+    for item, group in itertools.groupby(table.parameters(cfg), lambda parameter: _split(parameter.path)[0]):
+        yield item, {_split(parameter.path)[1]: parameter for parameter in group}
+
+
+def _ask(function: Callable, item: pathlib.Path, **options) -> dict[table.Path, Any]:
+    """What a method of Orbax's handler, which waits for no other process as its checkpointer does, says of an item."""
+    try:
+        return flax.traverse_util.flatten_dict(function(item.absolute(), **options))
+    except Exception as error:  # Orbax and TensorStore have no common one
+        raise SpecJAXError(f"cannot read {item}: {str(error).splitlines()[0]}") from error
+
+
+def _check_headers(params: pathlib.Path, cfg: LlamaConfig, dtype: str) -> None:
+    handler = orbax.checkpoint.PyTreeCheckpointHandler()
+    for item, expected in _items(cfg):
+        found = _ask(lambda path: handler.metadata(path).tree, params / item)
+        for path in expected | found:
+            name = f"{params / item}: parameter {'.'.join(path)}"
+            if path not in found:
+                raise SpecJAXError(f"{name} is missing")
+            if path not in expected:
+                raise SpecJAXError(f"{name} is not part of this model (surplus)")
+            for what, theirs, ours in (("shape", list(found[path].shape), list(expected[path].shape)),
+                                       ("dtype", str(found[path].dtype), dtype)):
+                if theirs != ours:
+                    raise SpecJAXError(f"{name} has {what} {theirs}, the configuration requires {ours}")
+
+
+def _read(params: pathlib.Path, cfg: LlamaConfig, dtype: str,
+          shardings: Any = None) -> Iterator[tuple[table.Path, table.Array]]:
+    handler, args = orbax.checkpoint.PyTreeCheckpointHandler(), None
+    for item, parameters in _items(cfg):
+        if shardings is not None:
+            args = flax.traverse_util.unflatten_dict({
+                path: orbax.checkpoint.ArrayRestoreArgs(sharding=table.leaf(shardings, parameter.path))
+                for path, parameter in parameters.items()})
+        arrays = _ask(handler.restore, params / item, restore_args=args)
+        for path, parameter in parameters.items():
+            yield parameter.path, table.cast(arrays.pop(path), dtype, f"{params / item}: parameter {'.'.join(path)}")

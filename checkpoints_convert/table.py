@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -16,6 +19,8 @@ from specjax.tokenizer import Tokenizer
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Path = tuple[str | int, ...]
+Index = tuple[slice, ...]
+Array = np.ndarray | jax.Array
 
 
 class TensorInfo(NamedTuple):
@@ -33,7 +38,7 @@ class TensorSource(Protocol):
 
     def own_name(self, name: str) -> str: ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, index: Index = ()) -> np.ndarray: ...
 
 
 class Opened(NamedTuple):
@@ -42,14 +47,16 @@ class Opened(NamedTuple):
     Attributes:
       config: the model.
       dtype: key of DTYPES: what `parameters` should be read as to lose nothing.
-      parameters: dtype -> iterator over (path in `llama.abstract_params`, array), one parameter in memory at a time.
+      parameters: (dtype, shardings) -> iterator over (path in `llama.abstract_params`, array). With a tree of shardings
+        like that of the parameters these are `jax.Array`s, of which this process reads its own shards; without,
+        they are numpy's and whole. No more than a parameter, or a layer, is in host memory beside them.
       tokenizer: None where the source has none.
       eos_ids: every id that ends a sequence.
     """
 
     config: LlamaConfig
     dtype: str
-    parameters: Callable[[str], Iterator[tuple[Path, np.ndarray]]]
+    parameters: Callable[..., Iterator[tuple[Path, Array]]]
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
 
@@ -60,6 +67,23 @@ class Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
     block: tuple[int, ...]
+
+    def cut(self, index: Index) -> tuple[Index, list[int]]:
+        """The slice `index` of the block: the slice of the tensor that it is, and its shape.
+
+        An axis of the tensor is one or several of the block, of which only the first can be cut.
+        """
+        result, sizes = [slice(None)] * len(self.shape), []
+        boundaries = [math.prod(self.shape[:axis]) for axis in range(len(self.shape))]
+        for axis, (along, size) in enumerate(zip(index, self.block, strict=True)):
+            start, stop, _ = along.indices(size)
+            sizes.append(stop - start)
+            if stop - start < size:
+                theirs = boundaries.index(math.prod(self.block[:axis]))
+                step, rest = divmod(self.shape[theirs], size)
+                assert not rest, (self, index)
+                result[theirs] = slice(start * step, stop * step)
+        return tuple(result), sizes
 
 
 class Parameter(NamedTuple):
@@ -76,9 +100,11 @@ class Parameter(NamedTuple):
         sizes[self.axis] = sum(part.block[self.axis] for part in self.parts)
         return tuple(sizes)
 
-    def fuse(self, arrays: list[np.ndarray]) -> np.ndarray:
-        """Tensors in Hugging Face shapes, in the order of `parts` -> our parameter."""
-        blocks = [array.reshape(part.block) for array, part in zip(arrays, self.parts, strict=True)]
+    def fuse(self, read: Callable[[str, Index], np.ndarray], index: Index) -> np.ndarray:
+        """The slice `index` of our parameter, of slices that `read` gives of tensors in their Hugging Face shapes."""
+        assert len(self.parts) == 1 or index[self.axis] == slice(None), (self, index)
+        cuts = [(part.name, *part.cut(index)) for part in self.parts]
+        blocks = [read(name, theirs).reshape(sizes) for name, theirs, sizes in cuts]
         return blocks[0] if len(blocks) == 1 else np.concatenate(blocks, self.axis)
 
     def split(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -156,17 +182,38 @@ def check(source: TensorSource, cfg: LlamaConfig, where: object) -> None:
         if info.dtype not in DTYPES:
             raise SpecJAXError(f"{info.where}: tensor {source.own_name(name)} is stored as {info.dtype}; "
                                f"supported: {', '.join(DTYPES)}")
-    if tied_copy and source.read(head).tobytes() != source.read(embedding).tobytes():
+    # A few rows at a time: an embedding is large.
+    V = cfg.vocab_size
+    rows = [(slice(start, min(start + 4096, V)),) for start in range(0, V, 4096)]
+    if tied_copy and any(source.read(head, row).tobytes() != source.read(embedding, row).tobytes() for row in rows):
         raise SpecJAXError(f"{source.tensors[head].where}: tensor {source.own_name(head)} differs from the embedding, "
                            "but the configuration says tie_word_embeddings")
 
 
-def fused(source: TensorSource, cfg: LlamaConfig, dtype: str) -> Iterator[tuple[Path, np.ndarray]]:
-    """Reads, casts and fuses one parameter after the other. Call `check` first."""
+def fused(source: TensorSource, cfg: LlamaConfig, dtype: str, shardings: Any = None) -> Iterator[tuple[Path, Array]]:
+    """Reads, casts and fuses one parameter after the other: `Opened.parameters`. Call `check` first."""
+
+    def read(name, index):
+        return cast(source.read(name, index), dtype, source.own_name(name))
+
     for parameter in parameters(cfg):
-        # No local name for the parts: a suspended generator would keep them alive beside the fused copy.
-        yield parameter.path, parameter.fuse(
-            [cast(source.read(part.name), dtype, source.own_name(part.name)) for part in parameter.parts])
+        yield parameter.path, make_array(functools.partial(parameter.fuse, read), parameter.shape,
+                                         shardings and leaf(shardings, parameter.path))
+
+
+def leaf(tree: Any, path: Path) -> Any:
+    """What lies at `path` in a tree like that of the parameters."""
+    return functools.reduce(operator.getitem, path, tree)
+
+
+def make_array(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding | None):
+    """The array of which `read` gives slices: this process's shards, or numpy's and whole if there is no sharding."""
+    if sharding is None:
+        return read((slice(None),) * len(shape))
+    # Devices that hold the same share one reading of it. Python 3.11 cannot hash slices.
+    wanted = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+    slices = {key: read(index) for key, index in wanted.items()}
+    return jax.make_array_from_callback(shape, sharding, lambda index: slices[str(index)])
 
 
 def dtype_key(dtype) -> str:
@@ -180,10 +227,13 @@ def dtype_key(dtype) -> str:
     return name
 
 
-def cast(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
+def cast(array: Array, dtype: str, name: str) -> Array:
     """`array` as DTYPES[dtype]; raises SpecJAXError where a finite value of tensor `name` becomes infinite."""
     if array.dtype == DTYPES[dtype]:
         return array
+    if isinstance(array, jax.Array):
+        shards = {str(shard.index): shard.data for shard in array.addressable_shards}
+        return make_array(lambda index: cast(np.asarray(shards[str(index)]), dtype, name), array.shape, array.sharding)
     with np.errstate(over="ignore"):
         result = array.astype(DTYPES[dtype])
     # bfloat16 has the range of float32: only float16 can overflow in practice, and the check costs a pass.

@@ -4,7 +4,9 @@ from specjax.checkpoint import Model, load
 from specjax.drafters.base import Draft, Drafter
 from specjax.errors import SpecJAXError
 from specjax.generation import Completion, Generation, generate
+from specjax.sharding import make_mesh
 
 __version__ = "0.1.0"
 
-__all__ = ["Completion", "Draft", "Drafter", "Generation", "Model", "SpecJAXError", "generate", "load"]
+__all__ = ["Completion", "Draft", "Drafter", "Generation", "Model", "SpecJAXError", "generate", "load",
+           "make_mesh"]

@@ -13,12 +13,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax import checkpoint, decode, generation, llama, metrics
+from specjax import checkpoint, decode, generation, llama, metrics, sharding
 from specjax.checkpoint import Model
 from specjax.errors import SpecJAXError
 from specjax.kernels.paged_attention import xla
 from specjax.sampling import SamplingParams
+from specjax.sharding import DATA, MESH_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +65,12 @@ def decode_speed(target: Model, prompts: dict[str, generation.Prompt], *, max_ne
     """
     common = {name: drafter[name] for name in ("verify", "page_size", "implementation") if name in drafter}
     engines = {name: _peer(name)(target) for name in peers}
-    # One array of as many bytes as the weights: what the memory can do, undisturbed by where arrays begin and end.
-    size = sum(x.nbytes for x in jax.tree.leaves(target.params))
-    memory = jnp.zeros(size // 4, jnp.float32)
-    read_memory = jax.jit(jnp.sum)
+    # On each device an array of as many bytes as its weights: what memory can do, undisturbed by where arrays end.
+    size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(target.params))
+    place = NamedSharding(target.mesh, PartitionSpec(MESH_AXES)) if target.mesh else None
+    memory = jnp.zeros(size // 4 * (target.mesh.size if target.mesh else 1), jnp.float32, device=place)
+    read_memory = jax.jit(sharding.on_mesh(jnp.sum, target.mesh, PartitionSpec(MESH_AXES),
+                                           out_specs=lambda total: PartitionSpec()))
     rows = []
     for name, prompt in prompts.items():
         ids = generation.encode(target, prompt, name)
@@ -98,15 +102,16 @@ def paging_cost(target: Model, *, length: int, page_size: int, repeats: int) -> 
     Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence, read where it lies.
     """
     slots = generation.bucket(length + 1)
+    rows = target.mesh.shape[DATA] if target.mesh else 1
 
     def contiguous(q_BTNH, k_pool, v_pool, block_table_BX, start_B, **_):
         return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, slots), bool), start_B)
 
     def prepare(size: int):
-        cfg = decode.DecodeConfig(target.config, page_size=size, implementation="xla")
-        tokens_BS = jnp.arange(slots)[None] % target.num_valid_tokens
-        state = decode.init(target.params, None, cfg, tokens_BS, jnp.array([length]), jnp.array([slots]),
-                            jnp.array([[-1]]), SamplingParams(jnp.zeros(1, jnp.uint32)))
+        cfg = decode.DecodeConfig(target.config, page_size=size, implementation="xla", mesh=target.mesh)
+        tokens_BS = jnp.tile(jnp.arange(slots) % target.num_valid_tokens, (rows, 1))
+        state = decode.init(target.params, None, cfg, tokens_BS, jnp.full(rows, length), jnp.full(rows, slots),
+                            jnp.full((rows, 1), -1), SamplingParams(jnp.zeros(rows, jnp.uint32)))
         # As functions of its own, so that nothing compiled for the one is taken for the other.
         step = jax.jit(lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1)
         carry = [step(target.params, state)]

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from specjax import files, llama
+from specjax import files, llama, sharding
 from specjax.checkpoints_convert import gguf, hf, orbax, table
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
@@ -27,6 +28,7 @@ class Model:
       tokenizer: None where the checkpoint has none; then only token ids go in and out.
       eos_ids: sorted ids that end a sequence; may be empty.
       path: where it was loaded from.
+      mesh: the devices that the parameters are split over; None where they are whole, on one device.
     """
 
     config: LlamaConfig
@@ -34,6 +36,7 @@ class Model:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     path: str
+    mesh: Mesh | None = None
 
     @property
     def num_valid_tokens(self) -> int:
@@ -67,39 +70,40 @@ def _open(source: pathlib.Path) -> table.Opened:
     return reader.open_folder(source)
 
 
-def load(path: str | os.PathLike, *, dtype=None) -> Model:
-    """Loads a checkpoint onto the default device, one parameter at a time.
+def load(path: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None, role: str = "target") -> Model:
+    """Loads a checkpoint straight into its shards, one parameter or layer at a time.
+
+    Every process reads what its own devices hold of each parameter, and waits for no other process.
 
     Args:
       path: a folder written by `convert`, or a Hugging Face Llama folder (config.json and safetensors).
       dtype: float32, float16 or bfloat16, to cast every parameter to. By default float32 on a CPU, whose bfloat16
         matmul is slow, and the stored dtype elsewhere.
+      mesh: from `sharding.make_mesh`; by default everything lies on the default device.
+      role: what the model is on the mesh, "target" or "draft".
 
     Raises:
-      SpecJAXError: naming the file, tensor or value at fault. A .gguf file has to be converted first.
+      SpecJAXError: naming the file, tensor or value at fault, before anything is allocated if headers tell; a model
+        that cannot be split over so many devices. A .gguf file has to be converted first.
     """
+    if role not in sharding.RULES:
+        raise SpecJAXError(f"role {role!r} does not exist; there are: {', '.join(sharding.RULES)}")
     if pathlib.Path(path).suffix == ".gguf" and pathlib.Path(path).is_file():
         raise SpecJAXError(f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR")
     opened = open_source(path)
+    sharding.check(opened.config, sharding.degree(mesh, role), role)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
     dtype = table.dtype_key(dtype)
-    # Waiting for each transfer keeps a single parameter in host memory.
-    arrays = {_key(entry): jax.block_until_ready(jax.device_put(array)) for entry, array in opened.parameters(dtype)}
-    shapes = llama.abstract_params(opened.config, table.DTYPES[dtype])
-
-    def place(path, expected):
-        array = arrays.pop(jax.tree_util.keystr(path, simple=True, separator="."))
-        assert (array.shape, array.dtype) == (expected.shape, expected.dtype), (path, array.shape, expected)
-        return array
-
-    params = jax.tree.map_with_path(place, shapes)
-    assert not arrays, f"parameters that llama.abstract_params does not have: {list(arrays)}"
-    return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(path))
-
-
-def _key(path: table.Path) -> str:
-    return ".".join(map(str, path))
+    params = llama.abstract_params(opened.config, table.DTYPES[dtype])
+    here = jax.device_put(0).sharding  # the default device
+    shardings = jax.tree.map(lambda _: here, params) if mesh is None else sharding.shardings(params, mesh, role)
+    for (*parents, name), array in opened.parameters(dtype, shardings):
+        branch = table.leaf(params, parents)
+        assert (array.shape, array.dtype) == (branch[name].shape, branch[name].dtype), (parents, name, array.shape)
+        branch[name] = jax.block_until_ready(array)  # or more than this one would be in host memory
+    assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(params))
+    return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(path), mesh)
 
 
 def convert(source: str | os.PathLike, output: str | os.PathLike, dtype=None,

@@ -11,6 +11,10 @@ Invariant: `length_B` tokens of a row are committed. The target's cache holds ke
 
 `step` is one round. `generate` runs rounds until every row is done, or up to a given number: a caller that wants to
 see text early calls it repeatedly, with the same compiled program and the same result.
+
+On a mesh every device runs all of this on its own shards (`sharding.on_mesh`), and exchanges with the others what
+`llama.forward` and verification say. The devices of a sequence see the same drafts, noise and reduced numbers, and so
+come to the same decisions; those of other sequences do not wait for them.
 """
 
 from __future__ import annotations
@@ -21,15 +25,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh, PartitionSpec
 
-from specjax import kv_cache, llama
+from specjax import kv_cache, llama, sharding
 from specjax import sampling as sampling_lib
 from specjax.config import LlamaConfig
 from specjax.drafters.base import Context, Draft, Drafter, Prefill
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
+from specjax.kernels.verify import Law
 from specjax.kv_cache import PagedKVCache
 from specjax.sampling import SamplingParams, Stream
+from specjax.sharding import DATA, MODEL_AXES
 from specjax.verify import MODES, Verified, verify
 
 
@@ -44,9 +51,12 @@ class DecodeConfig:
       num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding); None for all.
       page_size: Z, slots per page of the key/value caches.
       implementation: of attention and verification, see `kernels.dispatch.choose`; None for the best one here.
+      mesh: from `sharding.make_mesh`; None for one device. Arrays have their whole shapes on both sides of `init` and
+        `generate`; the names of a drafter's parameters and state say how they are split, see `sharding`. What has no
+        letters in its name is whole on every device if it is a parameter, and split by rows if it is of the state.
 
     Raises:
-      SpecJAXError: a value that is none of these.
+      SpecJAXError: a value that is none of these, or a mesh that the target cannot be split over.
     """
 
     target: LlamaConfig
@@ -55,6 +65,7 @@ class DecodeConfig:
     num_valid_tokens: int | None = None
     page_size: int = 64
     implementation: str | None = None
+    mesh: Mesh | None = None
 
     def __post_init__(self):
         if self.verify not in MODES:
@@ -66,6 +77,7 @@ class DecodeConfig:
                                f"got {self.implementation!r}")
         if self.drafter is not None and self.drafter.num_tokens < 1:
             raise SpecJAXError(f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}")
+        sharding.check(self.target, sharding.degree(self.mesh, "target"), "target")
 
 
 @struct.dataclass
@@ -125,16 +137,29 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
       prefill_chunk: tokens of a prompt that are read at a time (static).
 
     Raises:
-      SpecJAXError: a chunk below 1; an implementation that cannot run these models here; or JAX's 64-bit mode, in
-        which the state would not keep its dtypes.
+      SpecJAXError: a chunk below 1; rows that the mesh does not divide; an implementation that cannot run these models
+        here; or JAX's 64-bit mode, in which the state would not keep its dtypes.
     """
     if jax.config.jax_enable_x64:
         raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
     if prefill_chunk < 1:
         raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+    B, num_parts = len(tokens_BS), cfg.mesh.shape[DATA] if cfg.mesh else 1
+    if B % num_parts:
+        raise SpecJAXError(f"{B} rows cannot be split over data_parallel={num_parts}: add rows that emit nothing")
+    prompts = (tokens_BS, prompt_length_B, max_length_B, eos_BE, sampling)
+    run = sharding.on_mesh(
+        lambda params, drafter_params, prompts: _init(params, drafter_params, cfg, *prompts, prefill_chunk), cfg.mesh,
+        *_param_specs(params, drafter_params), sharding.specs(prompts, "target", PartitionSpec(DATA)),
+        out_specs=_state_specs)
+    return run(params, drafter_params, prompts)
+
+
+def _init(params, drafter_params, cfg: DecodeConfig, tokens_BS, prompt_length_B, max_length_B, eos_BE, sampling,
+          prefill_chunk: int) -> DecodeState:
     B, S = tokens_BS.shape
     max_length_B = jnp.minimum(max_length_B, S)
-    cache = kv_cache.init(cfg.target, B, S, page_size=cfg.page_size, dtype=params["embed_VD"].dtype)
+    cache = llama.init_cache(params, cfg.target, B, S, cfg.page_size)
     taps = cfg.drafter.taps if cfg.drafter else ()
     cache, taps_BSD = llama.prefill(params, cfg.target, tokens_BS, prompt_length_B - 1, cache, prefill_chunk,
                                     taps=taps, implementation=cfg.implementation)
@@ -175,20 +200,41 @@ def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState,
       SpecJAXError: a drafter whose proposal does not have the shape `[B, K]`.
     """
 
-    def unfinished(carry):
-        state, rounds = carry
-        more = jnp.any(state.active_B)
-        return more if max_rounds is None else more & (rounds < max_rounds)
+    def loop(params, drafter_params, max_rounds, state):
+        def unfinished(carry):
+            state, rounds = carry
+            more = jnp.any(state.active_B)
+            return more if max_rounds is None else more & (rounds < max_rounds)
 
-    def one_round(carry):
-        state, rounds = carry
-        return step(params, drafter_params, cfg, state), rounds + 1
+        def one_round(carry):
+            state, rounds = carry
+            return _step(params, drafter_params, cfg, state), rounds + 1
 
-    return jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))[0]
+        return jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))[0]
+
+    specs = (*_param_specs(params, drafter_params), sharding.specs(max_rounds, "target"), _state_specs(state))
+    return sharding.on_mesh(loop, cfg.mesh, *specs)(params, drafter_params, max_rounds, state)
 
 
 def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
     """One round: every active row gets between 1 and K + 1 new tokens. Arguments and errors as for `generate`."""
+    specs = (*_param_specs(params, drafter_params), _state_specs(state))
+    run = sharding.on_mesh(lambda params, drafter_params, state: _step(params, drafter_params, cfg, state), cfg.mesh,
+                           *specs)
+    return run(params, drafter_params, state)
+
+
+def _param_specs(params, drafter_params):
+    return sharding.specs(params, "target"), sharding.specs(drafter_params, "draft")
+
+
+def _state_specs(state: DecodeState):
+    own, drafters = (sharding.specs(part, role, PartitionSpec(DATA))
+                     for part, role in ((state.replace(drafter=()), "target"), (state.drafter, "draft")))
+    return own.replace(drafter=drafters)
+
+
+def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
     B, S = state.tokens_BS.shape
     draft, drafter_state = _propose(drafter_params, cfg, state)
     drafts_BK = draft.tokens_BK
@@ -209,7 +255,8 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
                                implementation=cfg.implementation)
         logits_BTV = llama.logits(params, output.hidden_BTD)
         verified = verify(cfg.verify, logits_BTV, drafts_BK[:, :k], count_B, draft.law, state.sampling,
-                          state.length_B, num_valid=cfg.num_valid_tokens, implementation=cfg.implementation)
+                          state.length_B, num_valid=cfg.num_valid_tokens,
+                          axis_name=_vocabulary_axes(cfg, logits_BTV, "target"), implementation=cfg.implementation)
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
         return output.cache, Verified(pad(verified.tokens_BT), verified.accepted_B), tuple(map(pad, output.taps))
 
@@ -273,11 +320,32 @@ def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Dra
     def draw(logits_BV, position_B):
         stream = Stream.TARGET if coupled else Stream.DRAFT
         token_B1, law = sampling_lib.draw(logits_BV[:, None], state.sampling, position_B[:, None], stream,
-                                          num_valid=cfg.num_valid_tokens, implementation=cfg.implementation)
-        return token_B1[:, 0], jax.tree.map(lambda x: x[:, 0], law)
+                                          num_valid=cfg.num_valid_tokens,
+                                          axis_name=_vocabulary_axes(cfg, logits_BV, "draft"),
+                                          implementation=cfg.implementation)
+        law = jax.tree.map(lambda x: x[:, 0], law)
+        return _agree(cfg, token_B1[:, 0], law)
 
     draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context, draw)
     if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
         expected = (B, cfg.drafter.num_tokens)
         raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {expected}")
     return draft, drafter_state
+
+
+def _vocabulary_axes(cfg: DecodeConfig, logits, role: str) -> tuple[str, ...] | None:
+    """Mesh axes over which these logits are split; None where they are whole."""
+    return MODEL_AXES[role] if logits.shape[-1] < cfg.target.vocab_size else None
+
+
+def _agree(cfg: DecodeConfig, token_B, law: Law):
+    """What devices that have drawn the same token from the same logits make of it: all of them take the first one's
+    token, should they ever round differently, and keep of its law the target's shard of the vocabulary."""
+    shard_size = cfg.target.vocab_size // sharding.degree(cfg.mesh, "target")
+    num_copies = law.logits_BTV.shape[-1] // shard_size
+    if num_copies == 1:
+        return token_B, law
+    split_over = _vocabulary_axes(cfg, law.logits_BTV, "draft") or ()
+    copies = jax.lax.axis_index(axes := tuple(axis for axis in MODEL_AXES["target"] if axis not in split_over))
+    own = jax.lax.dynamic_slice_in_dim(law.logits_BTV, copies * shard_size, shard_size, axis=1)
+    return jax.lax.psum(jnp.where(copies == 0, token_B, 0), axes), law._replace(logits_BTV=own)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import decode
+from specjax import decode, sharding
 from specjax import sampling as sampling_lib
 from specjax.checkpoint import Model, check_same_vocabulary
 from specjax.decode import DecodeConfig
@@ -108,7 +108,8 @@ def generate(
       target: model whose completions are wanted, from `specjax.load`.
       drafter: "none", "ngram", "draft_model" or the name of another module in `specjax.drafters`; or a `Drafter`.
       prompts: texts, token ids, or chats as lists of {"role": ..., "content": ...}.
-      draft: draft model, for the drafter "draft_model"; its vocabulary must be the target's.
+      draft: draft model, for the drafter "draft_model"; its vocabulary must be the target's, and it must be loaded for
+        the same mesh.
       num_speculative_tokens: K, at least 1; by default `default_num_speculative_tokens()`. Named drafters only.
       drafter_options: keyword options of a named drafter, such as {"min_n": 1} for "ngram".
       drafter_params: parameters of a `Drafter` of your own.
@@ -165,30 +166,35 @@ def generate(
     for row, ids in zip(tokens_BS, prompt_ids, strict=True):
         row[: len(ids)] = ids
 
-    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, implementation)
+    cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, implementation, target.mesh)
     if page_size > tokens_BS.shape[1]:
         cfg = dataclasses.replace(cfg, page_size=tokens_BS.shape[1])  # one page holds the whole sequence
-    arrays = jax.device_put((tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling))
+    arrays = (tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling)
+    if target.mesh:
+        arrays = jax.tree.map(lambda x: _fill_up(x, target.mesh.shape[sharding.DATA]), arrays)
+        arrays[2][batch_size:] = 0  # these rows emit nothing
+    arrays = sharding.put(arrays, target.mesh)
     start = time.perf_counter()
     chunk = prefill_chunk(int(length_B.max()))
     state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays, chunk))
     prefill_seconds = time.perf_counter() - start
     # No rounds: this only compiles, where that has not been done yet.
-    state = jax.block_until_ready(_generate(target.params, drafter_params, cfg, state, jax.device_put(np.int32(0))))
+    none = sharding.put(np.int32(0), target.mesh)
+    state = jax.block_until_ready(_generate(target.params, drafter_params, cfg, state, none))
 
     decode_seconds = 0.0
-    rounds_at_once = jax.device_put(np.int32(ROUNDS_PER_CALL if on_tokens else np.iinfo(np.int32).max))
+    rounds_at_once = sharding.put(np.int32(ROUNDS_PER_CALL if on_tokens else np.iinfo(np.int32).max), target.mesh)
     reported_B = length_B.copy()
     while True:
         start = time.perf_counter()
         state = _generate(target.params, drafter_params, cfg, state, rounds_at_once)
-        done = not jax.device_get(state.active_B).any()
+        done = not sharding.get(state.active_B).any()
         decode_seconds += time.perf_counter() - start
         if on_tokens:
             _report(state, reported_B, on_tokens)
         if done:
             break
-    completions = _completions(state, target)
+    completions = _completions(state, target, batch_size)
     return Generation(completions, prefill_seconds, decode_seconds, max(len(c.emitted) for c in completions))
 
 
@@ -264,10 +270,19 @@ def _named_drafter(name: str, target: Model, draft: Model | None, num_speculativ
         return None
     if draft is not None:
         check_same_vocabulary(target, draft)
+        if draft.mesh != target.mesh:
+            raise SpecJAXError(f"target and draft were loaded for different meshes: {target.mesh}, {draft.mesh}")
+        if not sharding.is_placed(draft.params["embed_VD"], draft.mesh, "draft"):
+            raise SpecJAXError("the draft model is split like a target: load it with role='draft'")
     k = default_num_speculative_tokens() if num_speculative_tokens is None else num_speculative_tokens
     if own := set(options) & set(inspect.signature(base.make).parameters):
         raise SpecJAXError(f"{own.pop()!r} is no option of a drafter, but a parameter of its own")
     return base.make(name, k, target.config, draft.config if draft else None, implementation=implementation, **options)
+
+
+def _fill_up(x_B, multiple: int):
+    """Repeats the last row until their number is a multiple."""
+    return np.pad(x_B, ((0, -len(x_B) % multiple), *[(0, 0)] * (x_B.ndim - 1)), mode="edge")
 
 
 def _eos_table(target: Model, eos_ids, batch_size: int) -> np.ndarray:
@@ -294,19 +309,19 @@ def _from_draft(accepted: Iterable[int], emitted: Iterable[int]) -> list[bool]:
 
 def _report(state: decode.DecodeState, reported_B: np.ndarray, on_tokens: OnTokens) -> None:
     """Hands out what was committed since the last report; `reported_B` is brought up to date."""
-    tokens_BS, length_B, prompt_length_B, active_B, accepted_BS, emitted_BS = jax.device_get(
+    tokens_BS, length_B, prompt_length_B, active_B, accepted_BS, emitted_BS = sharding.get(
         (state.tokens_BS, state.length_B, state.prompt_length_B, state.active_B, state.accepted_BS, state.emitted_BS))
-    for b in np.flatnonzero(length_B > reported_B):
+    for b in np.flatnonzero(length_B[: len(reported_B)] > reported_B):
         from_draft = _from_draft(accepted_BS[b], emitted_BS[b])
         new = slice(reported_B[b], length_B[b])
         on_tokens(int(b), tokens_BS[b, new].tolist(), from_draft[new.start - prompt_length_B[b] :], not active_B[b])
         reported_B[b] = length_B[b]
 
 
-def _completions(state: decode.DecodeState, target: Model) -> tuple[Completion, ...]:
-    state = jax.device_get(state.replace(cache=None, drafter=None))
+def _completions(state: decode.DecodeState, target: Model, batch_size: int) -> tuple[Completion, ...]:
+    state = sharding.get(state.replace(cache=None, drafter=None))
     completions = []
-    for b in range(len(state.length_B)):
+    for b in range(batch_size):
         prompt, end, rounds = state.prompt_length_B[b], state.length_B[b], state.rounds_B[b]
         tokens = tuple(state.tokens_BS[b, prompt:end].tolist())
         tables = (state.drafted_BS, state.accepted_BS, state.emitted_BS)

@@ -3,6 +3,9 @@
 The cache knows nothing of how long a sequence is: that is `DecodeState.length_B`, once. It only knows which page holds
 which *slots* (slot = absolute position of a token in its sequence). Slots at or beyond a sequence's length may hold
 anything at all; attention never lets them through. Rolling back after a rejection therefore moves and changes nothing.
+
+On a mesh every part of the batch has a cache of its own, whose page ids count its own pages: a page never leaves the
+devices of its sequence. The kv heads are split like the model's.
 """
 
 from __future__ import annotations
@@ -20,23 +23,23 @@ class PagedKVCache:
     """Pools and their bookkeeping. P pages of Z slots serve B sequences of at most X pages each.
 
     Attributes:
-      k_pools: per layer, keys after rotary embedding, `[P, NKV, Z, H]`.
-      v_pools: per layer, values, `[P, NKV, Z, H]`.
+      k_PKZH: per layer, the pool of keys after rotary embedding, `[P, NKV, Z, H]`.
+      v_PKZH: per layer, values, `[P, NKV, Z, H]`.
       block_table_BX: int32, page that holds slots `[x * Z, (x + 1) * Z)` of a sequence; P (no such page) where none.
       free_P: int32 stack of page ids; its first `num_free` entries are the free pages.
-      num_free: int32 scalar.
+      num_free_C: int32 `[1]`, how many; on a mesh the C caches of the parts of the batch have one each.
     """
 
-    k_pools: list[jax.Array]
-    v_pools: list[jax.Array]
+    k_PKZH: list[jax.Array]
+    v_PKZH: list[jax.Array]
     block_table_BX: jax.Array
     free_P: jax.Array
-    num_free: jax.Array
+    num_free_C: jax.Array
 
     @property
     def page_size(self) -> int:
         """Z, slots per page."""
-        return self.k_pools[0].shape[2]
+        return self.k_PKZH[0].shape[2]
 
 
 def pages_for(num_slots: int, page_size: int) -> int:
@@ -45,7 +48,7 @@ def pages_for(num_slots: int, page_size: int) -> int:
 
 
 def init(cfg: LlamaConfig, batch_size: int, max_slots: int, *, page_size: int, num_pages: int | None = None,
-         dtype=jnp.float32) -> PagedKVCache:
+         num_kv_heads: int | None = None, dtype=jnp.float32) -> PagedKVCache:
     """An empty cache.
 
     Args:
@@ -54,6 +57,7 @@ def init(cfg: LlamaConfig, batch_size: int, max_slots: int, *, page_size: int, n
       max_slots: most slots that one sequence may use.
       page_size: Z.
       num_pages: P; by default as many as all sequences need at `max_slots` each.
+      num_kv_heads: of the shard, where kv heads are split; by default all of the model's.
       dtype: of the pools.
 
     Raises:
@@ -65,13 +69,13 @@ def init(cfg: LlamaConfig, batch_size: int, max_slots: int, *, page_size: int, n
                         ("num_pages", num_pages)):
         if value < 1:
             raise SpecJAXError(f"{name} must be at least 1, got {value}")
-    shape = (num_pages, cfg.num_kv_heads, page_size, cfg.head_dim)
+    shape = (num_pages, num_kv_heads or cfg.num_kv_heads, page_size, cfg.head_dim)
     return PagedKVCache(
-        k_pools=[jnp.zeros(shape, dtype) for _ in range(cfg.num_layers)],
-        v_pools=[jnp.zeros(shape, dtype) for _ in range(cfg.num_layers)],
+        k_PKZH=[jnp.zeros(shape, dtype) for _ in range(cfg.num_layers)],
+        v_PKZH=[jnp.zeros(shape, dtype) for _ in range(cfg.num_layers)],
         block_table_BX=jnp.full((batch_size, max_pages), num_pages, jnp.int32),
         free_P=jnp.arange(num_pages, dtype=jnp.int32),
-        num_free=jnp.int32(num_pages),
+        num_free_C=jnp.array([num_pages], jnp.int32),
     )
 
 
@@ -87,11 +91,11 @@ def reserve(cache: PagedKVCache, slots_B: jax.Array) -> PagedKVCache:
     wanted_BX = jnp.arange(max_pages) < -(-slots_B[:, None] // cache.page_size)
     missing_BX = wanted_BX & (cache.block_table_BX == num_pages)
     rank_BX = jnp.cumsum(missing_BX.ravel()).reshape(missing_BX.shape)  # 1 for the first missing page, and so on
-    granted_BX = missing_BX & (rank_BX <= cache.num_free)
-    page_BX = cache.free_P[jnp.clip(cache.num_free - rank_BX, 0, num_pages - 1)]
+    granted_BX = missing_BX & (rank_BX <= cache.num_free_C[0])
+    page_BX = cache.free_P[jnp.clip(cache.num_free_C[0] - rank_BX, 0, num_pages - 1)]
     return cache.replace(
         block_table_BX=jnp.where(granted_BX, page_BX, cache.block_table_BX),
-        num_free=cache.num_free - granted_BX.sum(dtype=jnp.int32),
+        num_free_C=cache.num_free_C - granted_BX.sum(dtype=jnp.int32),
     )
 
 
@@ -100,11 +104,11 @@ def release(cache: PagedKVCache, rows_B: jax.Array) -> PagedKVCache:
     num_pages = cache.free_P.shape[0]
     freed_BX = rows_B[:, None] & (cache.block_table_BX < num_pages)
     rank_BX = jnp.cumsum(freed_BX.ravel()).reshape(freed_BX.shape)
-    place_BX = jnp.where(freed_BX, cache.num_free + rank_BX - 1, num_pages)
+    place_BX = jnp.where(freed_BX, cache.num_free_C[0] + rank_BX - 1, num_pages)
     return cache.replace(
         block_table_BX=jnp.where(rows_B[:, None], num_pages, cache.block_table_BX),
         free_P=cache.free_P.at[place_BX].set(cache.block_table_BX, mode="drop"),
-        num_free=cache.num_free + freed_BX.sum(dtype=jnp.int32),
+        num_free_C=cache.num_free_C + freed_BX.sum(dtype=jnp.int32),
     )
 
 

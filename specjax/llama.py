@@ -15,6 +15,7 @@ from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.kernels.paged_attention import paged_attention, unsupported
 from specjax.kv_cache import PagedKVCache
+from specjax.sharding import MODEL_AXES
 
 CPU_FEW_ROWS, CPU_BLOCKS = 32, 4  # see `_matmul`
 
@@ -72,12 +73,15 @@ class Output(NamedTuple):
 
 
 def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, cache: PagedKVCache, *,
-            taps: tuple[int, ...] = (), implementation: str | None = None) -> Output:
+            taps: tuple[int, ...] = (), implementation: str | None = None, role: str = "target") -> Output:
     """Runs T consecutive new tokens of each sequence through the model (Touvron et al. 2023, "LLaMA").
 
     Token t of sequence b has the absolute position, and the cache slot, `start_B[b] + t`; it sees the slots before its
     own and itself. Its keys and values are written to the cache; where no page holds its slot they are dropped, and
     its output means nothing.
+
+    On a mesh (`sharding.on_mesh`) parameters and pools are this device's shards. Where they are split the devices add
+    up what each has of the embedding, of every attention's output and of every MLP's: two all-reduces a layer.
 
     Args:
       params: see `abstract_params`.
@@ -87,32 +91,35 @@ def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, 
       cache: pages must be reserved for the slots that matter (`kv_cache.reserve`).
       taps: layers after which to return the residual stream (static); layer 0 is the first.
       implementation: of attention, see `kernels.dispatch.choose` (static).
+      role: "target" or "draft", which says over which mesh axes the model is split where it is (static).
     """
     slots_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
     page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
     rotation = _rotation(cfg, slots_BT)
-    k_pools, v_pools, tapped = list(cache.k_pools), list(cache.v_pools), {}
+    k_pools, v_pools, tapped = list(cache.k_PKZH), list(cache.v_PKZH), {}
 
-    x_BTD = params["embed_VD"][tokens_BT]
+    axes = _split_over(params, cfg, role)
+    x_BTD = _embed(params["embed_VD"], tokens_BT, axes)
     for i, layer in enumerate(params["layers"]):
         x_BTD, k_pools[i], v_pools[i] = _layer(layer, cfg, x_BTD, k_pools[i], v_pools[i], page_BT, offset_BT, rotation,
-                                               cache.block_table_BX, start_B, implementation)
+                                               cache.block_table_BX, start_B, implementation, axes)
         if i in taps:
             tapped[i] = x_BTD
 
     hidden_BTD = _rms_norm(x_BTD, params["final_norm_D"], cfg.rms_norm_eps)
-    cache = cache.replace(k_pools=k_pools, v_pools=v_pools)
+    cache = cache.replace(k_PKZH=k_pools, v_PKZH=v_pools)
     return Output(hidden_BTD, cache, tuple(tapped[i] for i in taps))
 
 
 # Jitted on its own so that it is traced once, not once per layer; XLA inlines it.
-@functools.partial(jax.jit, static_argnums=(1, 10))
+@functools.partial(jax.jit, static_argnums=(1, 10, 11))
 def _layer(layer, cfg: LlamaConfig, x_BTD, k_pool, v_pool, page_BT, offset_BT, rotation, block_table_BX, start_B,
-           implementation: str | None):
+           implementation: str | None, axes: tuple[str, ...]):
     """One decoder layer: the residual stream after it, and the pools with the new keys and values."""
     B, T, _ = x_BTD.shape
-    N, G, H = cfg.num_heads, cfg.group_size, cfg.head_dim
     attention, mlp = layer["attention"], layer["mlp"]
+    G, H = cfg.group_size, cfg.head_dim
+    N = G * attention["qkv_KGHD"].shape[0]
 
     h_BTD = _rms_norm(x_BTD, attention["norm_D"], cfg.rms_norm_eps)
     qkv_BTKGH = _linear(h_BTD, attention["qkv_KGHD"], attention.get("qkv_bias_KGH"))
@@ -121,25 +128,44 @@ def _layer(layer, cfg: LlamaConfig, x_BTD, k_pool, v_pool, page_BT, offset_BT, r
     v_pool = kv_cache.write(v_pool, page_BT, offset_BT, qkv_BTKGH[..., G + 1, :])
     a_BTNH = paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, implementation=implementation)
     out_DI = attention["out_DKGH"].reshape(-1, N * H)
-    x_BTD += _linear(a_BTNH.reshape(B, T, N * H), out_DI, attention.get("out_bias_D"))
+    x_BTD += _linear(a_BTNH.reshape(B, T, N * H), out_DI, attention.get("out_bias_D"), axes=axes)
 
     h_BTD = _rms_norm(x_BTD, mlp["norm_D"], cfg.rms_norm_eps)
     gate_up_BT2F = _linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
     h_BTF = jax.nn.silu(gate_up_BT2F[..., 0, :]) * gate_up_BT2F[..., 1, :]
-    return x_BTD + _linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D")), k_pool, v_pool
+    return x_BTD + _linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D"), axes=axes), k_pool, v_pool
+
+
+def _split_over(params, cfg: LlamaConfig, role: str) -> tuple[str, ...]:
+    """Mesh axes over which these parameters are split, none where they are whole: their own shapes say it."""
+    return MODEL_AXES[role] if params["embed_VD"].shape[0] < cfg.vocab_size else ()
+
+
+def _embed(embed_VD, tokens_BT, axes: tuple[str, ...]):
+    if not axes:
+        return embed_VD[tokens_BT]
+    V = embed_VD.shape[0]
+    index_BT = tokens_BT - jax.lax.axis_index(axes) * V
+    here_BT = (index_BT >= 0) & (index_BT < V)
+    x_BTD = jnp.where(here_BT[..., None], embed_VD[jnp.clip(index_BT, 0, V - 1)], 0)
+    return jax.lax.psum(x_BTD, axes)
 
 
 def logits(params, hidden_BTD: jax.Array) -> jax.Array:
-    """Next-token logits, float32 `[B, T, V]`, of hidden states from `forward`. A tied embedding serves as it lies."""
+    """Next-token logits, float32 `[B, T, V]`, of hidden states from `forward`. A tied embedding serves as it lies. Of a
+    shard of the vocabulary come that shard's logits."""
     head_VD = params.get("lm_head_VD", params["embed_VD"])
     return _linear(hidden_BTD, head_VD, dtype=jnp.float32)
 
 
-def _linear(x_BTI, w_OI, bias_O=None, dtype=None):
-    """Product over the last axis of both; the weight may have several output axes. Accumulates in float32."""
+def _linear(x_BTI, w_OI, bias_O=None, dtype=None, axes: tuple[str, ...] = ()):
+    """Product over the last axis of both; the weight may have several output axes. Accumulates in float32, over the
+    mesh axes too over which the last axis is split."""
     # As plain matrices: XLA's CPU compiler transposes, that is copies, a weight with several output axes in every step.
     y = _matmul(x_BTI.reshape(-1, x_BTI.shape[-1]), w_OI.reshape(-1, w_OI.shape[-1]))
     y = y.reshape(*x_BTI.shape[:2], *w_OI.shape[:-1])
+    if axes:
+        y = jax.lax.psum(y, axes)
     return (y if bias_O is None else y + bias_O).astype(dtype or x_BTI.dtype)
 
 
@@ -209,8 +235,15 @@ def check_implementation(cfg: LlamaConfig, dtype, page_size: int, implementation
         raise SpecJAXError(str(error)) from error
 
 
+def init_cache(params, cfg: LlamaConfig, batch_size: int, max_slots: int, page_size: int) -> PagedKVCache:
+    """An empty cache for a model, or for a shard of it, in the dtype of its parameters; see `kv_cache.init`."""
+    num_kv_heads = params["layers"][0]["attention"]["qkv_KGHD"].shape[0]
+    return kv_cache.init(cfg, batch_size, max_slots, page_size=page_size, num_kv_heads=num_kv_heads,
+                         dtype=params["embed_VD"].dtype)
+
+
 def prefill(params, cfg: LlamaConfig, tokens_BS: jax.Array, count_B: jax.Array, cache: PagedKVCache, chunk_size: int, *,
-            taps: tuple[int, ...] = (), implementation: str | None = None):
+            taps: tuple[int, ...] = (), implementation: str | None = None, role: str = "target"):
     """Reads the first `count_B` tokens of each row into an empty cache, `chunk_size` at a time.
 
     One loop serves every prompt length, so only S and the chunk decide what is compiled. No logits are computed: the
@@ -234,7 +267,8 @@ def prefill(params, cfg: LlamaConfig, tokens_BS: jax.Array, count_B: jax.Array, 
         start = i * chunk_size
         chunk_BT = jax.lax.dynamic_slice_in_dim(padded_BS, start, chunk_size, axis=1)
         # Rows that end earlier write what means nothing into slots beyond their length, or nowhere.
-        output = forward(params, cfg, chunk_BT, jnp.full((B,), start), cache, taps=taps, implementation=implementation)
+        output = forward(params, cfg, chunk_BT, jnp.full((B,), start), cache, taps=taps, implementation=implementation,
+                         role=role)
         taps_BSD = tuple(jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
                          for old, new in zip(taps_BSD, output.taps, strict=True))
         return output.cache, taps_BSD

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax.kernels import verify as verify_kernels
-from specjax.kernels.verify import Law
+from specjax.kernels.verify import AxisName, Law
 from specjax.kernels.verify.partial import inverse
 
 
@@ -54,7 +54,7 @@ def params(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingParams:
 
 
 def draw(logits_BTV: jax.Array, sampling: SamplingParams, position_BT: jax.Array | None, stream: Stream | None, *,
-         num_valid: int | None = None, axis_name: str | None = None,
+         num_valid: int | None = None, axis_name: AxisName = None,
          implementation: str | None = None) -> tuple[jax.Array, Law]:
     """Draws a token from the law of each row of logits: temperature first, then top-k, top-p and min-p.
 
@@ -67,7 +67,7 @@ def draw(logits_BTV: jax.Array, sampling: SamplingParams, position_BT: jax.Array
       position_BT: int32 absolute position of each token to be drawn.
       stream: purpose of the draw; None for the most likely token instead.
       num_valid: token ids at or above it have probability 0 (static); None for none.
-      axis_name: mesh axis over which the vocabulary is split, inside `jax.shard_map`; V is then a shard's.
+      axis_name: mesh axis, or axes, over which the vocabulary is split, inside `jax.shard_map`; V is then a shard's.
       implementation: of the pass over the vocabulary, see `kernels.dispatch.choose` (static).
 
     Returns:
@@ -80,7 +80,7 @@ def draw(logits_BTV: jax.Array, sampling: SamplingParams, position_BT: jax.Array
 
 
 def thresholds(logits_BTV: jax.Array, sampling: SamplingParams, num_valid: int | None = None,
-               axis_name: str | None = None) -> jax.Array | None:
+               axis_name: AxisName = None) -> jax.Array | None:
     """Least logit that passes all filters, float32 `[B, T]`; None where there are no filters.
 
     Every filter keeps the tokens whose logit reaches a threshold, so tokens that tie are kept or dropped together. It
@@ -119,7 +119,7 @@ def thresholds(logits_BTV: jax.Array, sampling: SamplingParams, num_valid: int |
     return threshold_BT
 
 
-def _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name: str | None):
+def _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name: AxisName):
     """The largest t such that the tokens of order t and above weigh enough: exact, by search over the digits of t.
 
     Nothing is sorted. Every pass reads the vocabulary once, and finds one digit.
@@ -153,7 +153,7 @@ def _from_order(order):
     return jax.lax.bitcast_convert_type(jnp.where(order >= 0, order, order ^ 0x7FFFFFFF), jnp.float32)
 
 
-def _sum(x, axis_name: str | None):
+def _sum(x, axis_name: AxisName):
     """Over the last axis, and over the shards of it."""
     total = x.sum(axis=-1)
     return jax.lax.psum(total, axis_name) if axis_name else total

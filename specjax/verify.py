@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from specjax import sampling as sampling_lib
 from specjax.kernels import verify as verify_kernels
-from specjax.kernels.verify import Law
+from specjax.kernels.verify import AxisName, Law
 from specjax.sampling import SamplingParams, Stream
 
 MODES = ("rejection", "coupled")
@@ -41,7 +41,7 @@ class Verified(NamedTuple):
 
 def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.Array, draft_law: tuple[Law, ...] | None,
            sampling: SamplingParams, position_B: jax.Array, *, num_valid: int | None = None,
-           axis_name: str | None = None, implementation: str | None = None) -> Verified:
+           axis_name: AxisName = None, implementation: str | None = None) -> Verified:
     """Verifies a chain of K drafts with the target's logits at T = K + 1 positions.
 
     Args:

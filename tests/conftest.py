@@ -13,9 +13,9 @@ import jax
 
 # Before jax makes its backend. Code generation takes most of the time that a tiny model needs; these change no step
 # before it. A flag that XLA does not know ends the process, and the last of them does not exist in all versions.
-# Four devices are for what runs on a mesh; everything else runs on the first.
+# Eight devices are for what runs on a mesh; everything else runs on the first.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-FLAGS = ["--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0",
+FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0",
          "--xla_llvm_disable_expensive_passes=true"]  # fmt: skip
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")

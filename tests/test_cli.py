@@ -24,7 +24,9 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 CHAT = [{"role": "user", "content": "hello hello"}]
 FLAGS_OF_GENERATE = ("target", "drafter", "draft", "num_speculative_tokens", "drafter_options", "verify", "page_size",
                      "prompt", "prompts_file", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-                     "seed", "ignore_eos", "dtype", "implementation", "compare", "output")
+                     "seed", "ignore_eos", "dtype", "implementation", "compare", "output", "tensor_parallel",
+                     "draft_tensor_parallel", "data_parallel", "distributed", "coordinator", "num_processes",
+                     "process_id", "process_timeout")
 
 
 class Outcome(NamedTuple):
@@ -226,10 +228,11 @@ def test_convert_generate_export(command, folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "converted", "exported"]
 
 
-def test_bench(command, folder, tmp_path):
+@pytest.mark.parametrize("mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"])
+def test_bench(command, folder, tmp_path, mesh):
     prompts = write_prompts(tmp_path / "prompts.jsonl", {"name": "greeting", "prompt": "hello"}, "or")
     outcome = command("bench", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=20", "--repeats=1",
-                      "--paging_length=20", f"--output={tmp_path / 'out.json'}")
+                      "--paging_length=20", f"--output={tmp_path / 'out.json'}", *mesh)
     assert (outcome.code, outcome.err) == (0, "")
     assert "A step at 20 tokens: " in outcome.out
     result = json.loads((tmp_path / "out.json").read_text())
@@ -340,6 +343,13 @@ class TestBadInput:
         (["--drafter_options=min_n"], ["--drafter_options: 'min_n' is not of the form name=number"]),
         (["--drafter_options=foo=1"], ["drafter 'ngram' has no option 'foo'"]),
         (["--drafter=draft_model"], ["the drafter 'draft_model' needs a draft model"]),
+        (["--tensor_parallel=4"], ["the target cannot be split over 4 devices", "2 kv heads", "that work: 1, 2"]),
+        (["--tensor_parallel=3"], ["tensor_parallel=3 = 3 does not divide the 8 devices"]),
+        (["--data_parallel=16"], ["data_parallel=16 x tensor_parallel=1 takes 16 devices, and there are 8"]),
+        (["--tensor_parallel=0"], ["tensor_parallel must be a whole number of at least 1, got 0"]),
+        (["--tensor_parallel=2", "--draft_tensor_parallel=2"], ["--draft_tensor_parallel=2", "there is no --draft"]),
+        (["--process_id=1"], ["--coordinator, --num_processes and --process_id belong together"]),
+        (["--process_timeout=9"], ["--process_timeout=9", "one process"]),
         (["--drafter=none", "--num_speculative_tokens=2"], ["the drafter 'none' decodes without speculation"]),
     ])
     def test_values(self, command, folder, arguments, parts, tmp_path):

@@ -257,7 +257,7 @@ def poisoned(cache, length_B):
                 read[pages[slot // page_size], slot % page_size] = True
     keep = jnp.asarray(read)[:, None, :, None]
     poison = lambda pools: [jnp.where(keep, pool, jnp.nan) for pool in pools]  # noqa: E731
-    return cache.replace(k_pools=poison(cache.k_pools), v_pools=poison(cache.v_pools))
+    return cache.replace(k_PKZH=poison(cache.k_PKZH), v_PKZH=poison(cache.v_PKZH))
 
 
 def test_nothing_of_free_pages_and_stale_slots_comes_out():
@@ -277,7 +277,7 @@ def test_all_pages_are_free_when_all_rows_are_done(greedy):
         state = run(TARGET, PROMPTS, max_new=30, **options).state
         caches = [state.cache] + ([state.drafter] if isinstance(state.drafter, kv_cache.PagedKVCache) else [])
         for cache in caches:
-            assert int(cache.num_free) == len(cache.free_P) == len(set(np.asarray(cache.free_P).tolist()))
+            assert int(cache.num_free_C[0]) == len(cache.free_P) == len(set(np.asarray(cache.free_P).tolist()))
             assert (cache.block_table_BX == len(cache.free_P)).all()
 
 

@@ -75,7 +75,7 @@ class TestEveryDrafter:
         state = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, **SAMPLING).state
         is_cache = lambda x: isinstance(x, kv_cache.PagedKVCache)  # noqa: E731
         for cache in filter(is_cache, jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)):
-            assert int(cache.num_free) == len(cache.free_P)
+            assert int(cache.num_free_C[0]) == len(cache.free_P)
 
     def test_a_second_call_compiles_nothing_and_the_same_seed_gives_the_same_text(self, name):
         drafter, params = make_drafter(name, 3, TARGET, DRAFT)

@@ -17,7 +17,7 @@ def owned(cache) -> list[int]:
     P = cache.free_P.shape[0]
     table = np.asarray(cache.block_table_BX)
     pages = table[table < P].tolist()
-    free = np.asarray(cache.free_P)[: int(cache.num_free)].tolist()
+    free = np.asarray(cache.free_P)[: int(cache.num_free_C[0])].tolist()
     assert sorted(pages + free) == list(range(P))
     return pages
 
@@ -26,7 +26,7 @@ def test_a_thousand_short_requests_leave_every_page_free():
     """Random starts, growth and ends of 1,000 requests in 5 rows of a pool that is often nearly full."""
     B, Z, max_slots = 5, 3, 17
     cache = kv_cache.init(CONFIG, B, max_slots, page_size=Z)
-    P = int(cache.num_free)
+    P = int(cache.num_free_C[0])
 
     @jax.jit
     def turn(cache, slots_B, ended_B):
@@ -50,13 +50,13 @@ def test_a_thousand_short_requests_leave_every_page_free():
         finished += ended_B.sum()
     assert fullest > 0.7 * P
     cache = kv_cache.release(cache, jnp.ones(B, bool))
-    assert int(cache.num_free) == P and not owned(cache)
+    assert int(cache.num_free_C[0]) == P and not owned(cache)
 
 
 def test_an_empty_free_list_gives_no_page_twice():
     cache = kv_cache.init(CONFIG, 3, 8, page_size=2, num_pages=7)
     cache = kv_cache.reserve(cache, jnp.array([8, 8, 8]))
-    assert int(cache.num_free) == 0 and len(owned(cache)) == 7
+    assert int(cache.num_free_C[0]) == 0 and len(owned(cache)) == 7
     assert (np.asarray(cache.block_table_BX) == 7).sum(axis=1).tolist() == [0, 1, 4]
     cache = kv_cache.reserve(kv_cache.release(cache, jnp.array([True, False, False])), jnp.array([0, 8, 5]))
     assert (np.asarray(cache.block_table_BX) < 7).sum(axis=1).tolist() == [0, 4, 3] and len(owned(cache)) == 7
@@ -71,7 +71,7 @@ def test_releasing_twice_frees_once():
     cache = kv_cache.reserve(kv_cache.init(CONFIG, 2, 8, page_size=4), jnp.array([8, 8]))
     for _ in range(2):
         cache = kv_cache.release(cache, jnp.array([True, False]))
-        assert int(cache.num_free) == 2 and len(owned(cache)) == 2
+        assert int(cache.num_free_C[0]) == 2 and len(owned(cache)) == 2
 
 
 def test_what_is_written_lies_where_locate_says_and_nowhere_else():
@@ -82,7 +82,7 @@ def test_what_is_written_lies_where_locate_says_and_nowhere_else():
     assert (np.asarray(page_BT) < 4).tolist() == [[False, True, True, True, False], [False, True, False, False, False]]
     new_BTKH = jnp.arange(1.0, 11)[:, None, None] * jnp.ones((10, CONFIG.num_kv_heads, CONFIG.head_dim))
     new_BTKH = new_BTKH.reshape(2, 5, CONFIG.num_kv_heads, CONFIG.head_dim)
-    pool = np.asarray(kv_cache.write(cache.k_pools[0], page_BT, offset_BT, new_BTKH))
+    pool = np.asarray(kv_cache.write(cache.k_PKZH[0], page_BT, offset_BT, new_BTKH))
     table = np.asarray(cache.block_table_BX)
     expected = np.zeros_like(pool)
     expected[table[0, 0], :, 0], expected[table[0, 1], :, 0], expected[table[0, 1], :, 3] = 2, 3, 4

@@ -77,7 +77,7 @@ def test_prefill_fills_the_cache_as_one_pass_does():
             assert tap_BSD.shape == (B, S, model.config.hidden_size) and (tap_BSD[-1, : B - 1] != 0).any(-1).all()
     read_BS = np.arange(S) < np.arange(B)[:, None]
     page_BS, offset_BS = (np.asarray(x)[read_BS] for x in kv_cache.locate(caches[0], jnp.tile(jnp.arange(S), (B, 1))))
-    for a, b in zip(caches[0].k_pools + caches[0].v_pools, caches[1].k_pools + caches[1].v_pools, strict=True):
+    for a, b in zip(caches[0].k_PKZH + caches[0].v_PKZH, caches[1].k_PKZH + caches[1].v_PKZH, strict=True):
         a, b = np.asarray(a), np.asarray(b)
         np.testing.assert_allclose(a[page_BS, :, offset_BS], b[page_BS, :, offset_BS], atol=2e-5)
 

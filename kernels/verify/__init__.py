@@ -1,6 +1,6 @@
 """Drawing tokens from logits and verifying drafts against them, over a vocabulary or a shard of one."""
 
-from specjax.kernels.verify.api import Law, draw, leading, reject
+from specjax.kernels.verify.api import AxisName, Law, draw, leading, reject
 from specjax.kernels.verify.noise import uniform
 
-__all__ = ["Law", "draw", "leading", "reject", "uniform"]
+__all__ = ["AxisName", "Law", "draw", "leading", "reject", "uniform"]

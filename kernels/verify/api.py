@@ -18,6 +18,8 @@ from specjax.kernels.verify.partial import MASKED, Scan, finite, inverse, join_r
 
 NO_LIMIT = 2**31 - 1
 
+AxisName = str | tuple[str, ...] | None  # of the mesh; a shard's number counts its axes from the left
+
 
 class Law(NamedTuple):
     """Laws of tokens, without writing them out: exp((logit - largest) / temperature) / total where the logit reaches
@@ -38,7 +40,7 @@ class Law(NamedTuple):
 
 
 def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: jax.Array | None,
-         key_BT2: jax.Array | None, *, num_valid: int | None = None, axis_name: str | None = None,
+         key_BT2: jax.Array | None, *, num_valid: int | None = None, axis_name: AxisName = None,
          implementation: str | None = None) -> tuple[jax.Array, Law]:
     """Draws tokens from softmax(logits / temperature), restricted to the logits that reach a threshold.
 
@@ -51,7 +53,7 @@ def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: j
       threshold_BT: float32; None lets every logit pass.
       key_BT2: int32, two words per token to draw; None takes the first most likely token whatever the temperature.
       num_valid: token ids at or above it are never drawn (static); None for all.
-      axis_name: mesh axis over which the vocabulary is split, inside `jax.shard_map`.
+      axis_name: mesh axis, or axes, over which the vocabulary is split, inside `jax.shard_map`.
       implementation: see `dispatch.choose`.
 
     Returns:
@@ -79,7 +81,7 @@ def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: j
 
 def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.Array,
            draft_law: tuple[Law, ...] | None, temperature_B: jax.Array, u_BK: jax.Array, key_BT2: jax.Array, *,
-           num_valid: int | None = None, axis_name: str | None = None,
+           num_valid: int | None = None, axis_name: AxisName = None,
            implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Speculative rejection sampling (Leviathan et al. 2023, algorithm 1) of a chain of K >= 1 drafts.
 
@@ -173,10 +175,14 @@ def _limit(num_valid: int | None) -> int:
     return NO_LIMIT if num_valid is None else num_valid
 
 
-def _first_token(V: int, axis_name: str | None):
+def _first_token(V: int, axis_name: AxisName):
     return jax.lax.axis_index(axis_name) * V if axis_name else jnp.int32(0)
 
 
-def _gather(parts, axis_name: str):
-    """The same of all shards, on a last axis."""
-    return jax.tree.map(lambda x_R: jax.lax.all_gather(x_R, axis_name, axis=1), parts)
+def _gather(parts, axis_name: AxisName):
+    """The same of all shards, on a last axis, in one exchange."""
+    leaves, treedef = jax.tree.flatten(parts)
+    words_RN = jnp.stack([jax.lax.bitcast_convert_type(x_R, jnp.int32) for x_R in leaves], axis=1)
+    words_RSN = jax.lax.all_gather(words_RN, axis_name, axis=1)
+    return treedef.unflatten(jax.lax.bitcast_convert_type(words_RSN[..., i], x_R.dtype)
+                             for i, x_R in enumerate(leaves))

@@ -14,7 +14,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from specjax import bench, checkpoint
+from specjax import bench
 from specjax.cli import common, demo, jsonl
 from specjax.errors import SpecJAXError
 
@@ -55,8 +55,7 @@ def main(argv: list[str]) -> None:
     prompts = {row.get("name", f"prompt {i}"): row["prompt"] for i, row in enumerate(rows)}
     if len(prompts) < len(rows):
         raise SpecJAXError(f"{FLAGS.prompts_file}: two prompts have the same name")
-    target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
-    draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None
+    target, draft = common.load_models()
 
     drafter = common.drafter_arguments(draft)
     first = bench.first_token_seconds(target, next(iter(prompts.values())), started, drafter)
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> None:
         print(f"A step at {FLAGS.paging_length} tokens: {1e3 * paged:.2f} ms with the paged cache, {1e3 * dense:.2f} "
               f"ms with a contiguous one ({paged / dense - 1:+.1%}).")
         result["paging"] = {"length": FLAGS.paging_length, "paged_seconds": paged, "contiguous_seconds": dense}
-    if FLAGS.output:
+    if FLAGS.output and common.is_first_process():
         jsonl.write_text(FLAGS.output, json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
 
 

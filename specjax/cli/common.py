@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import platform
+import sys
 
 import jax
 from absl import flags
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax import generation, metrics
+from specjax import checkpoint, generation, metrics, sharding
 from specjax.checkpoint import Model
 from specjax.checkpoints_convert import table
 from specjax.drafters import base
@@ -39,6 +41,60 @@ def define_decoding_flags(default: str) -> None:
                       "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
     flags.DEFINE_enum("implementation", None, dispatch.IMPLEMENTATIONS,
                       "Of attention and verification; by default our kernels where they can run: see specjax env.")
+    flags.DEFINE_integer("tensor_parallel", 1, "Devices over which a copy of the target is split.")
+    flags.DEFINE_integer("draft_tensor_parallel", 1, "The same of the draft model: a divisor of --tensor_parallel.")
+    flags.DEFINE_integer("data_parallel", 1, "Parts of the batch, each with copies of the models of its own.")
+    flags.DEFINE_bool("distributed", False, "Join the other processes of a run on Slurm, Open MPI or Kubernetes, which "
+                      "JAX finds by itself.")
+    flags.DEFINE_string("coordinator", None, "Elsewhere: host:port of process 0, the same in all processes,")
+    flags.DEFINE_integer("num_processes", None, "how many processes there are, one per host,")
+    flags.DEFINE_integer("process_id", None, "and which of them this is, from 0.")
+    flags.DEFINE_integer("process_timeout", 100, "Seconds after which a process that is not heard of ends the run.")
+
+
+def load_models() -> tuple[Model, Model | None]:
+    """The target and, if there is one, the draft model that the flags name, on the mesh that they ask for."""
+    _join_processes()
+    if FLAGS.draft_tensor_parallel != 1 and not FLAGS.draft:
+        raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
+    mesh = None
+    if (FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel, jax.process_count()) != (1, 1, 1, 1):
+        mesh = sharding.make_mesh(FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel)
+    if mesh and FLAGS.draft:  # what cannot be split is refused before the other one is read
+        for role, path in (("target", FLAGS.target), ("draft", FLAGS.draft)):
+            sharding.check(checkpoint.open_source(path).config, sharding.degree(mesh, role), role)
+    target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
+    draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype, mesh=mesh, role="draft") if FLAGS.draft else None
+    return target, draft
+
+
+def _join_processes() -> None:
+    """Makes this process one of several where the flags say so; the first of them speaks for all."""
+    given = {name: getattr(FLAGS, name) for name in ("coordinator", "num_processes", "process_id")}
+    if not FLAGS.distributed and set(given.values()) == {None}:
+        if FLAGS["process_timeout"].present:
+            raise SpecJAXError(f"--process_timeout={FLAGS.process_timeout} is for several processes; this is a run of "
+                               "one process")
+        return
+    if not FLAGS.distributed and None in given.values():
+        raise SpecJAXError(f"--coordinator, --num_processes and --process_id belong together, got {given}")
+    if None not in given.values() and not 0 <= FLAGS.process_id < FLAGS.num_processes:
+        raise SpecJAXError(f"--process_id={FLAGS.process_id} must be in [0, {FLAGS.num_processes})")
+    if FLAGS.process_timeout < 1:
+        raise SpecJAXError(f"--process_timeout must be at least 1, got {FLAGS.process_timeout}")
+    try:
+        jax.distributed.initialize(*given.values(), initialization_timeout=FLAGS.process_timeout,
+                                   heartbeat_timeout_seconds=FLAGS.process_timeout,
+                                   shutdown_timeout_seconds=FLAGS.process_timeout)
+    except (ValueError, RuntimeError) as error:
+        raise SpecJAXError(f"cannot join the other processes: {error}") from error
+    if jax.process_index():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def is_first_process() -> bool:
+    """Whether this process writes the files of the run."""
+    return jax.process_index() == 0
 
 
 def drafter_arguments(draft: Model | None) -> dict:

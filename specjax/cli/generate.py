@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import flags
 from rich.console import Console
 
-from specjax import checkpoint, generation
+from specjax import generation
 from specjax.cli import common, jsonl
 from specjax.errors import SpecJAXError
 
@@ -53,8 +53,7 @@ def main(argv: list[str]) -> int:
     if FLAGS.chat:
         prompts = [[{"role": "user", "content": p}] if isinstance(p, str) and p else p for p in prompts]
 
-    target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype)
-    draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype) if FLAGS.draft else None
+    target, draft = common.load_models()
     console = Console(highlight=False)
     stream = None
     if console.is_terminal and target.tokenizer:
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
     result = generation.generate(target, prompts=prompts, on_tokens=stream, **common.drafter_arguments(draft),
                                  **options)
     runs = {"plain" if FLAGS.drafter == "none" else "speculative": [result]}
-    if FLAGS.output:
+    if FLAGS.output and common.is_first_process():
         jsonl.write_completions(FLAGS.output, prompts, result)
     if not stream:
         for prompt, completion in zip(prompts, result.completions, strict=True):

@@ -12,7 +12,7 @@ from absl import flags, logging
 import specjax
 from specjax.errors import SpecJAXError
 
-COMMANDS = ("generate", "convert", "export", "bench", "bench kernels", "demo", "env")
+COMMANDS = ("generate", "convert", "export", "bench", "bench kernels", "plan", "demo", "env")
 USAGE_ERROR = 2
 
 
@@ -56,6 +56,9 @@ def main(argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        _end_of_several(error)
+        raise
 
 
 def _module(command: str):
@@ -65,6 +68,17 @@ def _module(command: str):
 def _complain(message: str) -> int:
     print(f"specjax: error: {' '.join(message.split())}", file=sys.stderr)
     return USAGE_ERROR
+
+
+def _end_of_several(error: RuntimeError) -> None:
+    """Ends this process, where it is one of several, at once: a proper end would wait for those that may be dead."""
+    import jax
+
+    if jax.process_count() > 1:
+        reason = next(iter(str(error).splitlines()), "")
+        _complain(f"the run over {jax.process_count()} processes has failed; one of them may have died: {reason}")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _configure_jax() -> None:

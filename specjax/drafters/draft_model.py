@@ -30,9 +30,9 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | 
 
     def init(params, prefill):
         batch_size, max_slots = prefill.tokens_BS.shape
-        cache = kv_cache.init(draft, batch_size, max_slots, page_size=prefill.page_size, dtype=params["embed_VD"].dtype)
+        cache = llama.init_cache(params, draft, batch_size, max_slots, prefill.page_size)
         cache, _ = llama.prefill(params, draft, prefill.tokens_BS, prefill.length_B - 1, cache, prefill.chunk_size,
-                                 implementation=implementation)
+                                 implementation=implementation, role="draft")
         return cache
 
     def propose(params, cache, context, draw):
@@ -43,7 +43,8 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | 
         start_B = length_B - 2
         tokens, laws = [], []
         for i in range(K):
-            output = llama.forward(params, draft, tokens_BT, start_B, cache, implementation=implementation)
+            output = llama.forward(params, draft, tokens_BT, start_B, cache, implementation=implementation,
+                                   role="draft")
             cache = output.cache
             token_B, law = draw(llama.logits(params, output.hidden_BTD[:, -1:])[:, 0], length_B + i)
             tokens.append(token_B)

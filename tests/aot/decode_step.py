@@ -182,8 +182,8 @@ def compile_(folder: pathlib.Path, function, args, start: float, **facts) -> Non
     thunks = sorted(folder.glob("dump/*.thunk_sequence*.txt"), key=lambda path: len(path.name))[-1]
     thunks.rename(folder / "thunks.txt")
     memory = program.memory_analysis()
-    facts |= dict(temporary_bytes=memory.temp_size_in_bytes, aliased_bytes=memory.alias_size_in_bytes,
-                  seconds=time.monotonic() - start)
+    facts |= dict(argument_bytes=memory.argument_size_in_bytes, temporary_bytes=memory.temp_size_in_bytes,
+                  aliased_bytes=memory.alias_size_in_bytes, seconds=time.monotonic() - start)
     folder.joinpath("facts.json").write_text(json.dumps(facts))
 
 

@@ -1,4 +1,4 @@
-"""Runs the compilations for an absent H100, both at once and once per session, and reads what came of them."""
+"""Runs the compilations for absent GPUs, each once per session and all at once, and reads what came of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ import pytest
 from specjax.kernels import aot
 
 PACKAGES = "SPECJAX_AOT_PACKAGES"
-SECONDS = 900  # together they take 100 on two idle cores
+SECONDS = 900  # together they take 120 on two idle cores
+HERE = pathlib.Path(__file__).parent
+COMMANDS = {"resources": ["-m", "specjax.kernels.resources", "--check"],
+            **{name: [str(HERE / f"{name}.py")] for name in ("decode_step", "mesh_step")}}  # and the folder to write to
 
 
 def importable() -> bool:
@@ -35,16 +38,15 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def _runs(folder: pathlib.Path) -> dict[str, Run]:
+def _runs(folder: pathlib.Path, names: tuple[str, ...]) -> dict[str, Run]:
     packages = os.environ.get(PACKAGES)
     if not (os.path.isdir(packages) if packages else importable()):
         return {}
-    commands = {"resources": ["-m", "specjax.kernels.resources", "--check"],
-                "decode_step": [str(pathlib.Path(__file__).with_name("decode_step.py")), str(folder)]}
     with contextlib.ExitStack() as stack:
         processes = {}
-        for name, command in commands.items():
+        for name in names:
             output = stack.enter_context(folder.joinpath(f"{name}.txt").open("w+"))
+            command = COMMANDS[name] + ([] if name == "resources" else [str(folder / name)])
             process = subprocess.Popen([sys.executable, *command], env=aot.environment(packages), stdout=output,
                                        stderr=subprocess.STDOUT)
             stack.callback(process.kill)
@@ -57,14 +59,15 @@ def _runs(folder: pathlib.Path) -> dict[str, Run]:
 
 
 def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
-    """The run called "resources" or "decode_step", and the folder with what it wrote. A gate that cannot run fails."""
+    """One of `COMMANDS`, run, and the folder with what it wrote. A gate that cannot run fails."""
     folder = tmp_path_factory.getbasetemp() / "aot"
     folder.mkdir(exist_ok=True)
-    runs = _runs(folder)
+    # A worker of pytest-xdist has some of the files of tests, and would do all the others' work once more.
+    runs = _runs(folder, (name,) if "PYTEST_XDIST_WORKER" in os.environ else tuple(COMMANDS))
     if not runs:
         pytest.fail("nothing here compiles for an absent GPU: run `make test`, which installs what that takes and "
                     f"says where it is in {PACKAGES}, or install the extra 'aot'")
-    return runs[name], folder
+    return runs[name], folder / name
 
 
 class Instruction(NamedTuple):
@@ -152,6 +155,15 @@ class Program:
         """Instructions by which devices exchange something."""
         return [i for i in self.instructions if re.match("all-|collective-|reduce-scatter|ragged-all-to-all", i.op)
                 and not i.op.endswith("-done")]  # fmt: skip
+
+    def exchanged(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every array that devices exchange: by which operation, and the shape that it has afterwards."""
+        found = []
+        for i in self.collectives():
+            # The start of an asynchronous one may list what goes in before what comes out.
+            operands = re.search(rf" {i.op}\(([^)]*)\)", i.text)[1].count("%")
+            found += [(i.op.removesuffix("-start"), shape) for shape in i.shapes[-operands:]]
+        return found
 
     def leaves_the_device(self) -> list[str]:
         """Instructions that go through the host or through its memory, and calls of what is no kernel of ours."""

@@ -1,0 +1,119 @@
+"""Several real processes: the text of one, and an end when one of them dies."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import make_folders
+import pytest
+
+CONFIG = {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 8192}
+SECONDS = 400  # a test that takes longer has failed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models that agree now and then."""
+    folder = tmp_path_factory.mktemp("models")
+    arrays, noise = (make_folders.tensors(CONFIG, seed=seed) for seed in (0, 1))
+    make_folders.write_folder(folder / "target", CONFIG, arrays)
+    make_folders.write_folder(folder / "draft", CONFIG, {name: x + 0.1 * noise[name] for name, x in arrays.items()})
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+class Process:
+    """`specjax generate` in a process of its own with so many devices; its output goes to files."""
+
+    def __init__(self, folder: pathlib.Path, output: pathlib.Path, *arguments: str, devices: int):
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache"),
+                                    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        command = [sys.executable, "-c", "from specjax.cli import main; main.run()", "generate",
+                   f"--target={folder / 'target'}", "--prompt=hello", "--prompt=he", "--prompt=or world", *arguments]
+        self._paths = output.with_suffix(".out"), output.with_suffix(".err")
+        with self._paths[0].open("w") as out, self._paths[1].open("w") as err:
+            self.popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+
+    @property
+    def out(self) -> str:
+        return self._paths[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._paths[1].read_text()
+
+
+@pytest.fixture
+def start(folder, tmp_path):
+    """Starts processes, and ends those that are left."""
+    processes = []
+
+    def start(*arguments, devices: int = 2) -> Process:
+        processes.append(Process(folder, tmp_path / f"process{len(processes)}", *arguments, devices=devices))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.popen.kill()
+        process.popen.wait()
+
+
+def of_two(process_id: int, port: int, timeout: int) -> list[str]:
+    return [f"--coordinator=localhost:{port}", "--num_processes=2", f"--process_id={process_id}",
+            f"--process_timeout={timeout}"]
+
+
+def test_two_processes_write_what_one_does(start, folder, tmp_path):
+    """The target's shards, the draft model's and the batch all lie on devices of both processes."""
+    options = [f"--draft={folder / 'draft'}", "--drafter=draft_model", "--num_speculative_tokens=2", "--verify=coupled",
+               "--temperature=0.8", "--max_new_tokens=24"]
+    several = ["--tensor_parallel=4", "--draft_tensor_parallel=2", f"--output={tmp_path / 'two.jsonl'}"]
+    port = free_port()
+    processes = [start(*options, *several, *of_two(i, port, SECONDS)) for i in range(2)]
+    processes.append(start(*options, f"--output={tmp_path / 'one.jsonl'}", devices=1))
+    assert [process.popen.wait(SECONDS) for process in processes] == [0, 0, 0], [process.err for process in processes]
+    one, two = (tmp_path.joinpath(f"{name}.jsonl").read_text() for name in ("one", "two"))
+    assert one == two
+    rounds = [a_round for line in one.splitlines() for a_round in json.loads(line)["rounds"]]
+    assert 5 < sum(a_round["accepted"] for a_round in rounds) < sum(a_round["drafted"] for a_round in rounds)
+    # One of them speaks for both.
+    assert "> hello" in processes[0].out and "> hello" not in processes[1].out
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_takes_the_others_with_it(victim, start, tmp_path):
+    """And what they say names the cause. The other way out would be to wait for it for ever."""
+    port, timeout = free_port(), 20
+    options = ["--ignore_eos", "--max_new_tokens=8000", "--tensor_parallel=4",
+               f"--output={tmp_path / 'out.jsonl'}"]
+    processes = [start(*options, *of_two(i, port, timeout)) for i in range(2)]
+    victim, survivor = processes[victim], processes[1 - victim]
+    while "Gloo" not in victim.out:  # which says so when the first collective connects it
+        assert victim.popen.poll() is None, victim.err
+        time.sleep(0.1)
+    time.sleep(1)
+    victim.popen.kill()
+    assert survivor.popen.wait(timeout + 10) != 0
+    assert "one of them may have died" in survivor.err or "another task died" in survivor.err, survivor.err
+    assert not tmp_path.joinpath("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(("arguments", "parts"), [
+    (["--coordinator=localhost:1", "--process_id=0"], ["--num_processes", "belong together"]),
+    (["--coordinator=localhost:1", "--num_processes=2", "--process_id=2"], ["--process_id=2 must be in [0, 2)"]),
+    (["--distributed"], ["cannot join the other processes"]),
+])
+def test_flags_that_do_not_make_a_run(start, arguments, parts):
+    process = start(*arguments)
+    assert (process.popen.wait(SECONDS), process.out) == (2, "")
+    assert process.err.startswith("specjax: error: ") and process.err.count("\n") == 1
+    assert all(part in process.err for part in parts)
