@@ -122,7 +122,7 @@ def generate(
       page_size: slots per page of the key/value caches.
       implementation: "mosaic_gpu" (our kernels) or "xla", for attention and verification; by default the kernels where
         they can run, see `specjax env`. A `Drafter` of your own chooses for itself.
-      on_tokens: called while tokens are being generated, see `OnTokens`.
+      on_tokens: called while tokens are being generated, see `OnTokens`. Of several processes, all have one or none has.
 
     Raises:
       SpecJAXError: for an option, a prompt or a pair of models that cannot be used, naming it.

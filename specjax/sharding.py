@@ -153,6 +153,9 @@ def on_mesh(function: Callable, mesh: Mesh | None, *in_specs, out_specs: Callabl
     if mesh is None:
         return function
 
+    if out_specs is not None:
+        function = jax.jit(function)  # or it would be traced twice
+
     def mapped(out_specs):
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

@@ -92,6 +92,11 @@ def _join_processes() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
+def is_alone() -> bool:
+    """Whether there are no other processes, with which this one would have to look at its tokens in step."""
+    return jax.process_count() == 1
+
+
 def is_first_process() -> bool:
     """Whether this process writes the files of the run."""
     return jax.process_index() == 0

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     target, draft = common.load_models()
     console = Console(highlight=False)
     stream = None
-    if console.is_terminal and target.tokenizer:
+    if console.is_terminal and target.tokenizer and common.is_alone():
         stream = common.TextStream(console, target, [jsonl.headline(prompt) for prompt in prompts]).on_tokens
     result = generation.generate(target, prompts=prompts, on_tokens=stream, **common.drafter_arguments(draft),
                                  **options)

@@ -270,7 +270,7 @@ def full() -> int:
               f" {facts['argument_bytes'] / 1e9:.2f} GB | {argument_bytes(setup) / 1e9:.2f} GB |"
               f" {facts['temporary_bytes'] / 1e6:.1f} MB | {len(reduces)} |", flush=True)  # fmt: skip
         wrong += [f"{name}: {check.__name__}: {text[:400]}" for check in CHECKS for text in check(program)]
-    print("\n".join(wrong))
+    print(*wrong, sep="\n", end="\n" if wrong else "")
     return bool(wrong)
 
 
