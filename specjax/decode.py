@@ -33,10 +33,9 @@ from specjax.config import LlamaConfig
 from specjax.drafters.base import Context, Draft, Drafter, Prefill
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
-from specjax.kernels.verify import Law
 from specjax.kv_cache import PagedKVCache
 from specjax.sampling import SamplingParams, Stream
-from specjax.sharding import DATA, MODEL_AXES
+from specjax.sharding import DATA, MODEL_AXES, split_over
 from specjax.verify import MODES, Verified, verify
 
 
@@ -256,7 +255,8 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
         logits_BTV = llama.logits(params, output.hidden_BTD)
         verified = verify(cfg.verify, logits_BTV, drafts_BK[:, :k], count_B, draft.law, state.sampling,
                           state.length_B, num_valid=cfg.num_valid_tokens,
-                          axis_name=_vocabulary_axes(cfg, logits_BTV, "target"), implementation=cfg.implementation)
+                          axis_name=split_over(logits_BTV.shape[2], cfg.target.vocab_size, "target") or None,
+                          implementation=cfg.implementation)
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
         return output.cache, Verified(pad(verified.tokens_BT), verified.accepted_B), tuple(map(pad, output.taps))
 
@@ -317,35 +317,39 @@ def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Dra
         return Draft(jnp.zeros((B, 0), jnp.int32)), state.drafter
     coupled = cfg.verify == "coupled"
 
+    V, whole, degree = cfg.target.vocab_size, sharding.degree(cfg.mesh, "target"), sharding.degree(cfg.mesh, "draft")
+
     def draw(logits_BV, position_B):
+        if logits_BV.shape[1] not in (V, V // degree):
+            raise SpecJAXError(f"a drafter's logits must have {V} columns, or those of a shard of the draft model, "
+                               f"{V // degree}; they have {logits_BV.shape[1]}")
+        split = split_over(logits_BV.shape[1], V, "draft")
         stream = Stream.TARGET if coupled else Stream.DRAFT
         token_B1, law = sampling_lib.draw(logits_BV[:, None], state.sampling, position_B[:, None], stream,
                                           num_valid=cfg.num_valid_tokens,
-                                          axis_name=_vocabulary_axes(cfg, logits_BV, "draft"),
-                                          implementation=cfg.implementation)
+                                          axis_name=split or None, implementation=cfg.implementation)
         law = jax.tree.map(lambda x: x[:, 0], law)
-        return _agree(cfg, token_B1[:, 0], law)
+        # Verification needs of the draft's law what this device has of the target's vocabulary.
+        size = V // whole
+        if size < logits_BV.shape[1]:
+            shard = jax.lax.axis_index(tuple(axis for axis in MODEL_AXES["target"] if axis not in split))
+            law = law._replace(logits_BTV=jax.lax.dynamic_slice_in_dim(law.logits_BTV, shard * size, size, axis=1))
+        return _agreed(token_B1[:, 0], cfg, split), law
 
     draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context, draw)
     if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
         expected = (B, cfg.drafter.num_tokens)
         raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {expected}")
+    if draft.law is None:  # what was drawn is agreed on already
+        draft = draft._replace(**_agreed(dict(tokens_BK=draft.tokens_BK, count_B=draft.count_B), cfg))
     return draft, drafter_state
 
 
-def _vocabulary_axes(cfg: DecodeConfig, logits, role: str) -> tuple[str, ...] | None:
-    """Mesh axes over which these logits are split; None where they are whole."""
-    return MODEL_AXES[role] if logits.shape[-1] < cfg.target.vocab_size else None
-
-
-def _agree(cfg: DecodeConfig, token_B, law: Law):
-    """What devices that have drawn the same token from the same logits make of it: all of them take the first one's
-    token, should they ever round differently, and keep of its law the target's shard of the vocabulary."""
-    shard_size = cfg.target.vocab_size // sharding.degree(cfg.mesh, "target")
-    num_copies = law.logits_BTV.shape[-1] // shard_size
-    if num_copies == 1:
-        return token_B, law
-    split_over = _vocabulary_axes(cfg, law.logits_BTV, "draft") or ()
-    copies = jax.lax.axis_index(axes := tuple(axis for axis in MODEL_AXES["target"] if axis not in split_over))
-    own = jax.lax.dynamic_slice_in_dim(law.logits_BTV, copies * shard_size, shard_size, axis=1)
-    return jax.lax.psum(jnp.where(copies == 0, token_B, 0), axes), law._replace(logits_BTV=own)
+def _agreed(tree, cfg: DecodeConfig, split: tuple[str, ...] = ()):
+    """The same integers on all devices that have computed them from copies: those of the first, should they ever
+    round differently. `split` are axes over whose devices they are the same already."""
+    copies = tuple(axis for axis in MODEL_AXES["target"] if axis not in split)
+    if cfg.mesh is None or all(cfg.mesh.shape[axis] == 1 for axis in copies):
+        return tree
+    is_first = jax.lax.axis_index(copies) == 0
+    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_first, x, 0), copies), tree)

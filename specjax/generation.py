@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -122,11 +123,15 @@ def generate(
       page_size: slots per page of the key/value caches.
       implementation: "mosaic_gpu" (our kernels) or "xla", for attention and verification; by default the kernels where
         they can run, see `specjax env`. A `Drafter` of your own chooses for itself.
-      on_tokens: called while tokens are being generated, see `OnTokens`. Of several processes, all have one or none has.
+      on_tokens: called while tokens are being generated, see `OnTokens`. Where the mesh spans several processes, they
+        need the same arguments, and all have an `on_tokens` or none has.
 
     Raises:
       SpecJAXError: for an option, a prompt or a pair of models that cannot be used, naming it.
     """
+    for role, model in (("target", target), ("draft", draft)):
+        if model and not sharding.is_placed(model.params["embed_VD"], model.mesh, role):
+            raise SpecJAXError(f"the {role} is not split like a {role}: load it with role={role!r}")
     if isinstance(drafter, str):
         if drafter_params is not None:
             raise SpecJAXError(f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none")
@@ -169,13 +174,17 @@ def generate(
     cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, implementation, target.mesh)
     if page_size > tokens_BS.shape[1]:
         cfg = dataclasses.replace(cfg, page_size=tokens_BS.shape[1])  # one page holds the whole sequence
+    chunk = prefill_chunk(int(length_B.max()))
     arrays = (tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling)
+    sharding.check_alike((arrays, chunk, str(target.config), verify, page_size, drafter and drafter.num_tokens),
+                         target.mesh)
     if target.mesh:
-        arrays = jax.tree.map(lambda x: _fill_up(x, target.mesh.shape[sharding.DATA]), arrays)
-        arrays[2][batch_size:] = 0  # these rows emit nothing
+        fill_up = functools.partial(_fill_up, multiple=target.mesh.shape[sharding.DATA])
+        tokens_BS, length_B, _, *others = jax.tree.map(fill_up, arrays)
+        max_length_B = np.pad(max_length_B, (0, len(length_B) - batch_size))  # 0: what fills up emits nothing
+        arrays = (tokens_BS, length_B, max_length_B, *others)
     arrays = sharding.put(arrays, target.mesh)
     start = time.perf_counter()
-    chunk = prefill_chunk(int(length_B.max()))
     state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays, chunk))
     prefill_seconds = time.perf_counter() - start
     # No rounds: this only compiles, where that has not been done yet.
@@ -184,7 +193,7 @@ def generate(
 
     decode_seconds = 0.0
     rounds_at_once = sharding.put(np.int32(ROUNDS_PER_CALL if on_tokens else np.iinfo(np.int32).max), target.mesh)
-    reported_B = length_B.copy()
+    reported_B = length_B[:batch_size].copy()
     while True:
         start = time.perf_counter()
         state = _generate(target.params, drafter_params, cfg, state, rounds_at_once)
@@ -272,8 +281,6 @@ def _named_drafter(name: str, target: Model, draft: Model | None, num_speculativ
         check_same_vocabulary(target, draft)
         if draft.mesh != target.mesh:
             raise SpecJAXError(f"target and draft were loaded for different meshes: {target.mesh}, {draft.mesh}")
-        if not sharding.is_placed(draft.params["embed_VD"], draft.mesh, "draft"):
-            raise SpecJAXError("the draft model is split like a target: load it with role='draft'")
     k = default_num_speculative_tokens() if num_speculative_tokens is None else num_speculative_tokens
     if own := set(options) & set(inspect.signature(base.make).parameters):
         raise SpecJAXError(f"{own.pop()!r} is no option of a drafter, but a parameter of its own")

@@ -15,7 +15,7 @@ from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.kernels.paged_attention import paged_attention, unsupported
 from specjax.kv_cache import PagedKVCache
-from specjax.sharding import MODEL_AXES
+from specjax.sharding import split_over
 
 CPU_FEW_ROWS, CPU_BLOCKS = 32, 4  # see `_matmul`
 
@@ -98,7 +98,7 @@ def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, 
     rotation = _rotation(cfg, slots_BT)
     k_pools, v_pools, tapped = list(cache.k_PKZH), list(cache.v_PKZH), {}
 
-    axes = _split_over(params, cfg, role)
+    axes = split_over(params["embed_VD"].shape[0], cfg.vocab_size, role)
     x_BTD = _embed(params["embed_VD"], tokens_BT, axes)
     for i, layer in enumerate(params["layers"]):
         x_BTD, k_pools[i], v_pools[i] = _layer(layer, cfg, x_BTD, k_pools[i], v_pools[i], page_BT, offset_BT, rotation,
@@ -134,11 +134,6 @@ def _layer(layer, cfg: LlamaConfig, x_BTD, k_pool, v_pool, page_BT, offset_BT, r
     gate_up_BT2F = _linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
     h_BTF = jax.nn.silu(gate_up_BT2F[..., 0, :]) * gate_up_BT2F[..., 1, :]
     return x_BTD + _linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D"), axes=axes), k_pool, v_pool
-
-
-def _split_over(params, cfg: LlamaConfig, role: str) -> tuple[str, ...]:
-    """Mesh axes over which these parameters are split, none where they are whole: their own shapes say it."""
-    return MODEL_AXES[role] if params["embed_VD"].shape[0] < cfg.vocab_size else ()
 
 
 def _embed(embed_VD, tokens_BT, axes: tuple[str, ...]):

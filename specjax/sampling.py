@@ -130,10 +130,10 @@ def _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name: AxisName):
 
         def find_digit(i, t_BT):
             shift = 32 - digit_bits * (i + 1)
-            tries_BTC = t_BT[..., None] + (digits << shift)
-            reach = order_BTV[:, :, None] >= tries_BTC[..., None]
-            weight_BTC = _sum(jnp.where(reach, weight_BTV[:, :, None], 0), axis_name)
-            return t_BT + ((weight_BTC >= enough_BT[..., None]).sum(axis=-1) << shift)
+            tries_BTY = t_BT[..., None] + (digits << shift)
+            reach = order_BTV[:, :, None] >= tries_BTY[..., None]
+            weight_BTY = _sum(jnp.where(reach, weight_BTV[:, :, None], 0), axis_name)
+            return t_BT + ((weight_BTY >= enough_BT[..., None]).sum(axis=-1) << shift)
 
         lowest_BT = jnp.full(order_BTV.shape[:2], -(2**31), jnp.int32)
         return jax.lax.fori_loop(0, 32 // digit_bits, find_digit, lowest_BT, unroll=unroll)

@@ -17,6 +17,8 @@ is split is decided by letter, in one table per model.
 from __future__ import annotations
 
 import math
+import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,16 +63,16 @@ def make_mesh(tensor_parallel: int = 1, draft_tensor_parallel: int = 1, data_par
     if len(devices) % size:
         raise SpecJAXError(f"{product} = {size} does not divide the {len(devices)} devices that there are")
     if size < len(devices) and jax.process_count() > 1:
-        raise SpecJAXError(f"{product} uses {size} of the {len(devices)} devices of all processes; it must use all")
+        raise SpecJAXError(f"{product} uses {size} of the {len(devices)} devices; several processes must use all")
     return Mesh(np.array(devices[:size]).reshape(shape), MESH_AXES)
 
 
 def mesh_shape(tensor_parallel: int, draft_tensor_parallel: int, data_parallel: int) -> tuple[int, int, int]:
     """Devices along each of `MESH_AXES`. Raises SpecJAXError for degrees that are not positive or do not divide."""
-    for name, degree in (("tensor_parallel", tensor_parallel), ("draft_tensor_parallel", draft_tensor_parallel),
-                         ("data_parallel", data_parallel)):
-        if not isinstance(degree, int) or degree < 1:
-            raise SpecJAXError(f"{name} must be a whole number of at least 1, got {degree!r}")
+    for name, value in (("tensor_parallel", tensor_parallel), ("draft_tensor_parallel", draft_tensor_parallel),
+                        ("data_parallel", data_parallel)):
+        if not isinstance(value, int) or value < 1:
+            raise SpecJAXError(f"{name} must be a whole number of at least 1, got {value!r}")
     if tensor_parallel % draft_tensor_parallel:
         raise SpecJAXError(f"draft_tensor_parallel={draft_tensor_parallel} does not divide "
                            f"tensor_parallel={tensor_parallel}; it may be {_listed(divisors(tensor_parallel))}")
@@ -80,6 +82,11 @@ def mesh_shape(tensor_parallel: int, draft_tensor_parallel: int, data_parallel: 
 def degree(mesh: Mesh | None, role: str) -> int:
     """Over how many devices one copy of the "target" or "draft" is split."""
     return math.prod(mesh.shape[axis] for axis in MODEL_AXES[role]) if mesh else 1
+
+
+def split_over(size: int, whole: int, role: str) -> tuple[str, ...]:
+    """Mesh axes over which a model's arrays are split; none where `size` of an axis is all that the `whole` has."""
+    return MODEL_AXES[role] if size < whole else ()
 
 
 def check(cfg: LlamaConfig, num_shards: int, role: str) -> None:
@@ -107,8 +114,8 @@ def specs(tree: Any, role: str, unnamed: PartitionSpec = PartitionSpec()):  # no
 
     def spec(path, leaf):
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        axes = next(filter(None, reversed(names)), "").rpartition("_")[2]
-        if len(axes) != np.ndim(leaf) or not all(axis.isupper() or axis.isdigit() for axis in axes):
+        name, _, axes = next(filter(None, reversed(names)), "").rpartition("_")
+        if not name or len(axes) != np.ndim(leaf) or not all(axis.isupper() or axis.isdigit() for axis in axes):
             return unnamed if np.ndim(leaf) else PartitionSpec()
         return PartitionSpec(*(RULES[role].get(axis) for axis in axes))
 
@@ -137,8 +144,26 @@ def put(tree: Any, mesh: Mesh | None):
 
 
 def get(tree: Any):
-    """The whole arrays, on the host of every process."""
-    return multihost_utils.process_allgather(tree, tiled=True) if jax.process_count() > 1 else jax.device_get(tree)
+    """The whole arrays, on the host of every process that has a part of them."""
+
+    def whole(x):
+        spread = isinstance(x, jax.Array) and not x.is_fully_addressable
+        return multihost_utils.process_allgather(x, tiled=True) if spread else x
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def check_alike(values: Any, mesh: Mesh | None) -> None:
+    """Whether all processes of a mesh were given the same values: arrays of the host, numbers, texts.
+
+    Raises:
+      SpecJAXError: in every process, where they were not.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        return
+    digest = np.uint32(zlib.crc32(pickle.dumps(jax.tree.map(np.asarray, values))))
+    if len(set(multihost_utils.process_allgather(digest).tolist())) > 1:
+        raise SpecJAXError("the processes of this run were not given the same prompts and options")
 
 
 def on_mesh(function: Callable, mesh: Mesh | None, *in_specs, out_specs: Callable | None = None) -> Callable:
@@ -157,6 +182,7 @@ def on_mesh(function: Callable, mesh: Mesh | None, *in_specs, out_specs: Callabl
         function = jax.jit(function)  # or it would be traced twice
 
     def mapped(out_specs):
+        # It cannot be told that copies agree: that follows from what they are made of.
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def run(*args):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GENERATE, Model, make_drafter, prepare, result
@@ -14,7 +15,7 @@ from specjax.drafters import base
 from specjax.errors import SpecJAXError
 
 CONFIG = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=16, num_kv_heads=8,
-                     head_dim=4)
+                     head_dim=4, attention_bias=True, mlp_bias=True)
 TARGET = Model(CONFIG, llama.init(jax.random.key(1), CONFIG, scale=0.5))
 OTHER = llama.init(jax.random.key(2), CONFIG, scale=0.5)
 DRAFT = Model(CONFIG, jax.tree.map(lambda a, b: a + 0.15 * b, TARGET.params, OTHER))  # often right and often wrong
@@ -92,23 +93,25 @@ def test_rejection_with_filters(name, degrees):
 
 
 @functools.cache
-def disagreeing(axis: str) -> base.Drafter:
-    """A drafter that comes to other logits on every device."""
+def disagreeing(draws: bool) -> base.Drafter:
+    """A drafter that comes to other logits, or to other guesses, on every device."""
 
     def propose(params, state, context, draw):
-        logits_BV = jax.nn.one_hot(context.length_B % 7 + jax.lax.axis_index(axis), 32) * 9
-        token_B, law = draw(logits_BV, context.length_B)
+        guess_B = context.length_B % 7 + 3 * jax.lax.axis_index(("both", "target"))
+        if not draws:
+            return base.Draft(guess_B[:, None], count_B=jnp.minimum(guess_B % 3, 1)), state
+        token_B, law = draw(jax.nn.one_hot(guess_B, 32) * 9, context.length_B)
         return base.chain([token_B], [law]), state
 
     return base.Drafter(1, (), lambda params, prefill: (), propose, lambda params, state, *_: state)
 
 
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_devices_that_round_differently_still_agree(verify, plain):
+@pytest.mark.parametrize(("verify", "draws"), [("coupled", True), ("rejection", True), ("coupled", False)])
+def test_devices_that_round_differently_still_agree(verify, draws, plain):
     """They take the drafts of the first of them, so that no two ever check different ones."""
     mesh = sharding.make_mesh(4, 2, 2)
     target = placed(TARGET, mesh, "target")
-    state = GENERATE(*prepare(target, PROMPTS, drafter=disagreeing("target"), mesh=mesh, verify=verify, **ROWS))
+    state = GENERATE(*prepare(target, PROMPTS, drafter=disagreeing(draws), mesh=mesh, verify=verify, **ROWS))
     assert_copies_agree(state)
     greedy = [row for row, temperature in enumerate(ROWS["temperature"]) if temperature == 0]
     for row in range(8) if verify == "coupled" else greedy:
@@ -132,6 +135,12 @@ def test_steps_are_what_generate_runs(plain):
     while np.asarray(state.active_B).any():
         state = step(params, draft_params, config, state)
     assert result(state).emitted == plain
+
+
+def test_what_lies_on_this_process_is_not_gathered_from_others(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    x = sharding.put(np.arange(8), sharding.make_mesh(1, 1, 8))
+    np.testing.assert_array_equal(sharding.get({"x_B": x, "n": 3})["x_B"], np.arange(8))
 
 
 # --- Placement ------------------------------------------------------------------------------------------------------
@@ -212,5 +221,5 @@ def test_generation_fills_the_batch_up_with_rows_that_emit_nothing():
     assert [c.tokens for c in got.completions] == [c.tokens for c in alone.completions]
     with pytest.raises(SpecJAXError, match="different meshes"):
         generation.generate(target, prompts=PROMPTS[:3], draft=model(DRAFT.params), **options)
-    with pytest.raises(SpecJAXError, match="split like a target: load it with role='draft'"):
+    with pytest.raises(SpecJAXError, match="draft is not split like a draft: load it with role='draft'"):
         generation.generate(target, prompts=PROMPTS[:3], draft=target, **options)

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import make_folders
 import pytest
 
 CONFIG = {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 8192}
+PROMPTS = ("hello", "he", "or world")
 SECONDS = 400  # a test that takes longer has failed
 
 
@@ -38,7 +40,7 @@ class Process:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache"),
                                     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         command = [sys.executable, "-c", "from specjax.cli import main; main.run()", "generate",
-                   f"--target={folder / 'target'}", "--prompt=hello", "--prompt=he", "--prompt=or world", *arguments]
+                   f"--target={folder / 'target'}", *(f"--prompt={prompt}" for prompt in PROMPTS), *arguments]
         self._paths = output.with_suffix(".out"), output.with_suffix(".err")
         with self._paths[0].open("w") as out, self._paths[1].open("w") as err:
             self.popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
@@ -72,11 +74,13 @@ def of_two(process_id: int, port: int, timeout: int) -> list[str]:
             f"--process_timeout={timeout}"]
 
 
-def test_two_processes_write_what_one_does(start, folder, tmp_path):
-    """The target's shards, the draft model's and the batch all lie on devices of both processes."""
+@pytest.mark.parametrize("mesh", [(4, 2, 1), (2, 2, 2)], ids=["models", "batch"])
+def test_two_processes_write_what_one_does(mesh, start, folder, tmp_path):
+    """Both have a part of the models, or of the batch."""
+    degrees = zip(("tensor_parallel", "draft_tensor_parallel", "data_parallel"), mesh, strict=True)
     options = [f"--draft={folder / 'draft'}", "--drafter=draft_model", "--num_speculative_tokens=2", "--verify=coupled",
                "--temperature=0.8", "--max_new_tokens=24"]
-    several = ["--tensor_parallel=4", "--draft_tensor_parallel=2", f"--output={tmp_path / 'two.jsonl'}"]
+    several = [*(f"--{name}={degree}" for name, degree in degrees), f"--output={tmp_path / 'two.jsonl'}"]
     port = free_port()
     processes = [start(*options, *several, *of_two(i, port, SECONDS)) for i in range(2)]
     processes.append(start(*options, f"--output={tmp_path / 'one.jsonl'}", devices=1))
@@ -89,10 +93,11 @@ def test_two_processes_write_what_one_does(start, folder, tmp_path):
     assert "> hello" in processes[0].out and "> hello" not in processes[1].out
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_dies_takes_the_others_with_it(victim, start, tmp_path):
-    """And what they say names the cause. The other way out would be to wait for it for ever."""
-    port, timeout = free_port(), 20
+@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_process_that_dies_takes_the_others_with_it(victim, how, start, tmp_path):
+    """And what they say names the cause. The other way out would be to wait for it for ever. One that hangs, or whose
+    host is gone, closes no connection: it is found by the timeout."""
+    port, timeout = free_port(), 10
     options = ["--ignore_eos", "--max_new_tokens=8000", "--tensor_parallel=4",
                f"--output={tmp_path / 'out.jsonl'}"]
     processes = [start(*options, *of_two(i, port, timeout)) for i in range(2)]
@@ -101,13 +106,32 @@ def test_a_process_that_dies_takes_the_others_with_it(victim, start, tmp_path):
         assert victim.popen.poll() is None, victim.err
         time.sleep(0.1)
     time.sleep(1)
-    victim.popen.kill()
-    assert survivor.popen.wait(timeout + 10) != 0
+    victim.popen.send_signal(how)
+    assert survivor.popen.wait(timeout + 15) != 0
     assert "one of them may have died" in survivor.err or "another task died" in survivor.err, survivor.err
     assert not tmp_path.joinpath("out.jsonl").exists()
 
 
+def test_an_error_in_one_process_ends_both(start):
+    port = free_port()
+    good, bad = (start("--tensor_parallel=4", *of_two(i, port, SECONDS), *more) for i, more in
+                 enumerate([(), ("--target=/does/not/exist",)]))
+    assert bad.popen.wait(SECONDS) == 2
+    assert bad.err == "specjax: error: /does/not/exist does not exist\n"
+    assert good.popen.wait(SECONDS) != 0
+    assert "one of them may have died" in good.err or "another task died" in good.err, good.err
+
+
+def test_processes_that_were_given_different_prompts(start):
+    port = free_port()
+    processes = [start("--tensor_parallel=4", *of_two(i, port, SECONDS), f"--prompt={i}") for i in range(2)]
+    for process in processes:
+        assert process.popen.wait(SECONDS) == 2
+        assert "the processes of this run were not given the same prompts and options" in process.err
+
+
 @pytest.mark.parametrize(("arguments", "parts"), [
+    (["--coordinator=host", "--num_processes=2", "--process_id=0"], ["--coordinator=host", "host:port"]),
     (["--coordinator=localhost:1", "--process_id=0"], ["--num_processes", "belong together"]),
     (["--coordinator=localhost:1", "--num_processes=2", "--process_id=2"], ["--process_id=2 must be in [0, 2)"]),
     (["--distributed"], ["cannot join the other processes"]),

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> None:
             raise SpecJAXError(f"--{name} must be at least 1, got {getattr(FLAGS, name)}")
     if FLAGS.paging_length < 0:
         raise SpecJAXError(f"--paging_length must be at least 0, got {FLAGS.paging_length}")
-    if FLAGS.output:
+    common.join_processes()
+    if FLAGS.output and common.is_first_process():
         jsonl.refuse_existing(FLAGS.output)
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     for row in rows:

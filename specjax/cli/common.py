@@ -54,7 +54,6 @@ def define_decoding_flags(default: str) -> None:
 
 def load_models() -> tuple[Model, Model | None]:
     """The target and, if there is one, the draft model that the flags name, on the mesh that they ask for."""
-    _join_processes()
     if FLAGS.draft_tensor_parallel != 1 and not FLAGS.draft:
         raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
     mesh = None
@@ -68,8 +67,8 @@ def load_models() -> tuple[Model, Model | None]:
     return target, draft
 
 
-def _join_processes() -> None:
-    """Makes this process one of several where the flags say so; the first of them speaks for all."""
+def join_processes() -> None:
+    """Makes this process one of several where the flags say so; the first of them speaks for all, and writes."""
     given = {name: getattr(FLAGS, name) for name in ("coordinator", "num_processes", "process_id")}
     if not FLAGS.distributed and set(given.values()) == {None}:
         if FLAGS["process_timeout"].present:
@@ -80,6 +79,8 @@ def _join_processes() -> None:
         raise SpecJAXError(f"--coordinator, --num_processes and --process_id belong together, got {given}")
     if None not in given.values() and not 0 <= FLAGS.process_id < FLAGS.num_processes:
         raise SpecJAXError(f"--process_id={FLAGS.process_id} must be in [0, {FLAGS.num_processes})")
+    if FLAGS.coordinator and not FLAGS.coordinator.rpartition(":")[2].isdigit():
+        raise SpecJAXError(f"--coordinator={FLAGS.coordinator} must be of the form host:port")
     if FLAGS.process_timeout < 1:
         raise SpecJAXError(f"--process_timeout must be at least 1, got {FLAGS.process_timeout}")
     try:
@@ -88,7 +89,7 @@ def _join_processes() -> None:
                                    shutdown_timeout_seconds=FLAGS.process_timeout)
     except (ValueError, RuntimeError) as error:
         raise SpecJAXError(f"cannot join the other processes: {error}") from error
-    if jax.process_index():
+    if not is_first_process():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
     if FLAGS.compare and FLAGS.drafter == "none":
         raise SpecJAXError("--compare compares a drafter with plain decoding; with --drafter=none there is nothing to "
                            "compare")
-    if FLAGS.output:
+    common.join_processes()
+    if FLAGS.output and common.is_first_process():
         jsonl.refuse_existing(FLAGS.output)
     options = {name: [row.get(name, getattr(FLAGS, name)) for row in rows] + [getattr(FLAGS, name)] * len(FLAGS.prompt)
                for name in jsonl.ROW_OPTIONS}  # fmt: skip

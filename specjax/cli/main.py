@@ -6,6 +6,7 @@ import importlib
 import os
 import pathlib
 import sys
+import time
 
 from absl import flags, logging
 
@@ -50,15 +51,17 @@ def main(argv: list[str]) -> int:
         _configure_jax()
         return command.main([name, *arguments]) or 0
     except (SpecJAXError, flags.Error) as error:
-        return _complain(str(error))
+        return _end(_complain(str(error)))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
     except RuntimeError as error:
-        _end_of_several(error)
-        raise
+        if not _lost_a_process(error):
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        return _end(_complain(f"the run over several processes has failed; one of them may have died: {reason}"))
 
 
 def _module(command: str):
@@ -70,15 +73,22 @@ def _complain(message: str) -> int:
     return USAGE_ERROR
 
 
-def _end_of_several(error: RuntimeError) -> None:
-    """Ends this process, where it is one of several, at once: a proper end would wait for those that may be dead."""
+def _lost_a_process(error: RuntimeError) -> bool:
     import jax
 
-    if jax.process_count() > 1:
-        reason = next(iter(str(error).splitlines()), "")
-        _complain(f"the run over {jax.process_count()} processes has failed; one of them may have died: {reason}")
+    return isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
+
+
+def _end(code: int) -> int:
+    """The exit code. One of several processes ends here: Python's own end would wait for those that go on."""
+    jax = sys.modules.get("jax")
+    if jax and jax.distributed.is_initialized():
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        if jax.process_index() == 0:
+            time.sleep(1)  # the others, which end with this one, should have said their own word before
+        os._exit(code)
+    return code
 
 
 def _configure_jax() -> None:

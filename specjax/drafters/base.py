@@ -95,6 +95,10 @@ class Drafter(NamedTuple):
     What a drafter proposes may depend on committed tokens and on earlier guesses of the same round, never on drafts
     that were rejected: their noise is used again, and the output would no longer follow the target's law.
 
+    On a mesh these functions see one device's shards: of the batch, and of parameters and state whose names end with
+    letters of `sharding.RULES` (K is kv heads there, so name no state `..._BK`). Logits for `draw` are whole, or the
+    draft model's own shard of the vocabulary. A scalar of the state must be the same on all devices.
+
     Attributes:
       num_tokens: K, how many tokens it proposes at most (static).
       taps: target layers whose residual stream it wants (static).

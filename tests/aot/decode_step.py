@@ -1,5 +1,4 @@
-"""Compiles the decode loop for an absent H100, verification for four, and what is wrong on purpose: `python
-decode_step.py FOLDER`.
+"""Compiles the decode loop for an absent H100, and what is wrong on purpose: `python decode_step.py FOLDER`.
 
 Run by `gate.py` in a process of its own. Every program gets a folder, with its optimized HLO, its thunks, and the
 figures that the tests need.
@@ -13,13 +12,12 @@ import time
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
-from jax.sharding import PartitionSpec
 
 from specjax import decode, llama
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
 from specjax.drafters import base
-from specjax.kernels import aot, dispatch, verify
+from specjax.kernels import aot, dispatch
 from specjax.sampling import SamplingParams
 
 # A Llama-3 8B and a Llama-3 1B that have few layers; all layers are alike. No activation is as large as the smallest
@@ -29,7 +27,6 @@ TARGET = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=1433
 DRAFT = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=1, num_heads=32,
                     num_kv_heads=8, head_dim=64, tie_word_embeddings=True)
 B, S, K = 4, 16384, 2  # the steps of a draft are alike, and each takes seconds to compile
-SHARDS = 4
 
 # name: drafter, way of verifying, whether rows have filters, kernels of ours in a round
 PROGRAMS = {
@@ -59,14 +56,6 @@ def main(folder: pathlib.Path) -> None:
     args = aot.abstract((Shape((B, 4096), jnp.bfloat16), Shape((4096, TARGET.vocab_size), jnp.bfloat16)), mesh)
     compile_(folder / "logits_stacked", jax.jit(stack_logits), args, time.monotonic(), pools=[],
              smallest_logits=B * TARGET.vocab_size)
-    mesh = aot.mesh("h100", SHARDS, "shard")
-    for name, function in (("sharded", verify_shards), ("sharded_wrong", gather_logits)):
-        start, specs = time.monotonic(), (PartitionSpec(None, None, "shard"), PartitionSpec(None, "shard"),
-                                          PartitionSpec())  # fmt: skip
-        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-        args = tuple(aot.abstract(part, mesh, spec) for part, spec in zip(verification(), specs, strict=True))
-        compile_(folder / name, jax.jit(function), args, start, pools=[], rows=B * (2 * K + 1),
-                 shard=TARGET.vocab_size // SHARDS, kernels=K + 2)
 
 
 def arguments(name: str):
@@ -97,37 +86,10 @@ def logits_bytes(name: str) -> int:
     return 4 * B * TARGET.vocab_size * (rows + (K if (drafter, mode) == ("draft_model", "rejection") else 0))
 
 
-def verification():
-    """Abstract logits of a target and of K drafted positions, and what else `verify_shards` takes."""
-    rows, ids = (lambda *shape, dtype=dtype: Shape(shape, dtype) for dtype in (jnp.float32, jnp.int32))
-    return (rows(B, K + 1, TARGET.vocab_size), [rows(B, TARGET.vocab_size)] * K,
-            dict(temperature_B=rows(B), threshold_BT=rows(B, K + 1), count_B=ids(B), u_BK=rows(B, K),
-                 key_BT2=ids(B, K + 1, 2)))  # fmt: skip
-
-
-def verify_shards(logits_BTV, draft_logits, rest):
-    """A round of rejection sampling with the vocabulary split over the mesh: every draft is drawn, then all judged."""
-    options = dict(axis_name="shard", implementation="mosaic_gpu")
-    temperature_B, key_BT2 = rest["temperature_B"], rest["key_BT2"]
-    tokens, laws = [], []
-    for k, logits_BV in enumerate(draft_logits):
-        token_B1, law = verify.draw(logits_BV[:, None], temperature_B, None, key_BT2[:, k : k + 1], **options)
-        tokens.append(token_B1)
-        laws.append(jax.tree.map(lambda x: x[:, 0], law))
-    likeliest_BT, law = verify.draw(logits_BTV, temperature_B, rest["threshold_BT"], None, **options)
-    return verify.reject(law, likeliest_BT, jnp.concatenate(tokens, axis=1), rest["count_B"], tuple(laws),
-                         temperature_B, rest["u_BK"], key_BT2, **options)
-
-
 def stack_logits(x_BD, weight_DV):
     """What must not happen."""
     logits = [jnp.dot(x_BD, weight_DV, preferred_element_type=jnp.float32) for x_BD in (x_BD, jnp.tanh(x_BD))]
     return jax.lax.optimization_barrier(jnp.stack(logits, axis=1)).argmax(axis=2)
-
-
-def gather_logits(logits_BTV, draft_logits, rest):
-    """Nor this."""
-    return jax.lax.all_gather(logits_BTV, "shard", axis=2, tiled=True).argmax(axis=2)
 
 
 def broken():

@@ -258,7 +258,7 @@ def test_a_mesh_gives_what_one_device_gives(shards, mode):
     sharded = on_mesh(verify_round).lower(*arrays).compile()
     for got, expected in zip(sharded(*arrays), jax.jit(verify_round)(*arrays), strict=True):
         np.testing.assert_array_equal(got, expected)
-    bound = B * (K + 1) * max(shards, 1) * 2
+    bound = B * (K + 1) * shards * 4  # what `partial.Scan` holds
     assert 0 < largest_collective(sharded.as_text()) <= bound < B * V // shards
 
     def gathers(logits_BTV, draft_logits_BKV, axis_name):
