@@ -16,7 +16,7 @@ import jax
 # Eight devices are for what runs on a mesh; everything else runs on the first.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0",
-         "--xla_llvm_disable_expensive_passes=true"]  # fmt: skip
+         "--xla_llvm_disable_expensive_passes=true", "--xla_cpu_parallel_codegen_split_count=1"]  # fmt: skip
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])

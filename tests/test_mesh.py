@@ -26,7 +26,6 @@ PROMPTS = [np.random.default_rng(row).integers(0, 32, length).tolist() * 2 for r
 # Half of the rows are greedy; the others sample, each in its own way.
 ROWS = dict(temperature=[0, 1, 0, 0.7, 0, 1.5, 0, 1], seed=list(range(8)), max_new=[24, 24, 28, 20, 28, 1, 26, 25])
 FILTERS = dict(top_k=[0, 0, 3, 5, 0, 9, 0, 0], top_p=[1, 1, 0.5, 1, 1, 0.8, 1, 0.9], min_p=[0, 0, 0, 0, 0, 0, 0, 0.1])
-K = 2  # every draft takes a second to compile
 
 
 def placed(model: Model, mesh, role: str) -> Model:
@@ -34,8 +33,9 @@ def placed(model: Model, mesh, role: str) -> Model:
     return Model(model.config, jax.device_put(model.params, sharding.shardings(model.params, mesh, role)))
 
 
-def arguments(name: str, degrees=None, **options):
-    """Arguments of `decode.generate` for a drafter, on one device or on a mesh of these degrees."""
+def arguments(name: str, degrees=None, K: int = 1, **options):
+    """Arguments of `decode.generate` for a drafter, on one device or on a mesh of these degrees. A draft takes a second
+    to compile."""
     drafter, draft_params = (None, None) if name == "none" else make_drafter(name, K, TARGET, DRAFT)
     target = TARGET
     if degrees:
@@ -85,7 +85,7 @@ def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
 def test_rejection_with_filters(name, degrees):
     """Draft and target compare laws of which every device has a part, and the draft's is cut otherwise."""
     options = dict(temperature=[0, 1, 1.2, 0.7, 0, 1.5, 1, 1], **FILTERS)
-    alone, state = (GENERATE(*arguments(name, d, verify="rejection", **options)) for d in (None, degrees))
+    alone, state = (GENERATE(*arguments(name, d, K=2, verify="rejection", **options)) for d in (None, degrees))
     assert result(state).emitted == result(alone).emitted
     np.testing.assert_array_equal(state.accepted_BS, alone.accepted_BS)
     assert 0 < alone.accepted_BS.sum() < alone.drafted_BS.sum()
@@ -210,7 +210,7 @@ def model(params, mesh=None) -> checkpoint.Model:
 def test_generation_fills_the_batch_up_with_rows_that_emit_nothing():
     mesh = sharding.make_mesh(2, 1, 4)
     told = {}
-    options = dict(drafter="draft_model", num_speculative_tokens=K, max_new_tokens=[7, 3, 9], temperature=[0, 1, 0],
+    options = dict(drafter="draft_model", num_speculative_tokens=1, max_new_tokens=[7, 3, 9], temperature=[0, 1, 0],
                    seed=3, verify="coupled", on_tokens=lambda i, tokens, *_: told.setdefault(i, []).extend(tokens))
     target, draft = (model(placed(m, mesh, role).params, mesh) for m, role in ((TARGET, "target"), (DRAFT, "draft")))
     got = generation.generate(target, prompts=PROMPTS[:3], draft=draft, **options)

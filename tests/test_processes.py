@@ -74,19 +74,28 @@ def of_two(process_id: int, port: int, timeout: int) -> list[str]:
             f"--process_timeout={timeout}"]
 
 
+def sampling(folder) -> list[str]:
+    return [f"--draft={folder / 'draft'}", "--drafter=draft_model", "--num_speculative_tokens=2", "--verify=coupled",
+            "--temperature=0.8", "--max_new_tokens=24"]
+
+
+@pytest.fixture(scope="module")
+def one(folder) -> str:
+    """What one process on one device writes."""
+    process = Process(folder, folder / "process", *sampling(folder), f"--output={folder / 'one.jsonl'}", devices=1)
+    assert process.popen.wait(SECONDS) == 0, process.err
+    return folder.joinpath("one.jsonl").read_text()
+
+
 @pytest.mark.parametrize("mesh", [(4, 2, 1), (2, 2, 2)], ids=["models", "batch"])
-def test_two_processes_write_what_one_does(mesh, start, folder, tmp_path):
+def test_two_processes_write_what_one_does(mesh, one, start, folder, tmp_path):
     """Both have a part of the models, or of the batch."""
     degrees = zip(("tensor_parallel", "draft_tensor_parallel", "data_parallel"), mesh, strict=True)
-    options = [f"--draft={folder / 'draft'}", "--drafter=draft_model", "--num_speculative_tokens=2", "--verify=coupled",
-               "--temperature=0.8", "--max_new_tokens=24"]
     several = [*(f"--{name}={degree}" for name, degree in degrees), f"--output={tmp_path / 'two.jsonl'}"]
     port = free_port()
-    processes = [start(*options, *several, *of_two(i, port, SECONDS)) for i in range(2)]
-    processes.append(start(*options, f"--output={tmp_path / 'one.jsonl'}", devices=1))
-    assert [process.popen.wait(SECONDS) for process in processes] == [0, 0, 0], [process.err for process in processes]
-    one, two = (tmp_path.joinpath(f"{name}.jsonl").read_text() for name in ("one", "two"))
-    assert one == two
+    processes = [start(*sampling(folder), *several, *of_two(i, port, SECONDS)) for i in range(2)]
+    assert [process.popen.wait(SECONDS) for process in processes] == [0, 0], [process.err for process in processes]
+    assert tmp_path.joinpath("two.jsonl").read_text() == one
     rounds = [a_round for line in one.splitlines() for a_round in json.loads(line)["rounds"]]
     assert 5 < sum(a_round["accepted"] for a_round in rounds) < sum(a_round["drafted"] for a_round in rounds)
     # One of them speaks for both.
@@ -107,7 +116,7 @@ def test_a_process_that_dies_takes_the_others_with_it(victim, how, start, tmp_pa
         time.sleep(0.1)
     time.sleep(1)
     victim.popen.send_signal(how)
-    assert survivor.popen.wait(timeout + 15) != 0
+    assert survivor.popen.wait(timeout + 15) in (1, -signal.SIGABRT)  # by us, or by JAX
     assert "one of them may have died" in survivor.err or "another task died" in survivor.err, survivor.err
     assert not tmp_path.joinpath("out.jsonl").exists()
 

@@ -24,7 +24,7 @@ def run() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `specjax <command> [flags]` and returns the exit code: 0, 1 (a check failed) or 2 (unusable input)."""
+    """Runs `specjax <command> [flags]` and returns the exit code: 0, 1 (it failed) or 2 (unusable input)."""
     if len(argv) < 2 or argv[1] in ("-h", "--help", "--helpfull", "help"):
         print("usage: specjax <command> [flags]\n\ncommands:")
         for name in COMMANDS:
@@ -61,7 +61,8 @@ def main(argv: list[str]) -> int:
         if not _lost_a_process(error):
             raise
         reason = next(iter(str(error).splitlines()), "")
-        return _end(_complain(f"the run over several processes has failed; one of them may have died: {reason}"))
+        _complain(f"the run over several processes has failed; one of them may have died: {reason}")
+        return _end(1)
 
 
 def _module(command: str):
