@@ -35,13 +35,12 @@ def environment(packages: str | None = None) -> dict[str, str]:
     return ours | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def mesh(target: str = "h100", num_devices: int = 1, axis_name: str = "x") -> Mesh:
+def mesh(target: str = "h100", num_devices: int = 1) -> Mesh:
     """A mesh of GPUs that need not exist.
 
     Args:
       target: name of a description in `gpu_targets`.
       num_devices: of one host.
-      axis_name: of the mesh.
 
     Raises:
       ValueError: no such target.
@@ -53,7 +52,7 @@ def mesh(target: str = "h100", num_devices: int = 1, axis_name: str = "x") -> Me
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise RuntimeError("to compile for an absent GPU takes the wheels of the extra 'aot', of jax's own version, "
                            f"and the environment of `specjax.kernels.aot.environment`: {error}") from error
-    return Mesh(np.array(topology.devices), (axis_name,))
+    return Mesh(np.array(topology.devices), ("x",))
 
 
 def shared_memory_limit(target: str = "h100") -> int:
@@ -61,9 +60,9 @@ def shared_memory_limit(target: str = "h100") -> int:
     return int(re.search(r"shared_memory_per_block_optin: (\d+)", _description(target))[1])
 
 
-def abstract(tree, mesh: Mesh, spec: PartitionSpec = PartitionSpec()):  # noqa: B008
+def abstract(tree, mesh: Mesh):
     """The arrays or shapes of a pytree as `jax.ShapeDtypeStruct`s on a mesh, to lower a function with."""
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 

@@ -20,7 +20,7 @@ from specjax.checkpoint import Model
 from specjax.errors import SpecJAXError
 from specjax.kernels.paged_attention import xla
 from specjax.sampling import SamplingParams
-from specjax.sharding import DATA, MESH_AXES
+from specjax.sharding import MESH_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def paging_cost(target: Model, *, length: int, page_size: int, repeats: int) -> 
     Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence, read where it lies.
     """
     slots = generation.bucket(length + 1)
-    rows = target.mesh.shape[DATA] if target.mesh else 1
+    rows = sharding.num_parts(target.mesh)
 
     def contiguous(q_BTNH, k_pool, v_pool, block_table_BX, start_B, **_):
         return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, slots), bool), start_B)

@@ -143,7 +143,7 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
         raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
     if prefill_chunk < 1:
         raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-    B, num_parts = len(tokens_BS), cfg.mesh.shape[DATA] if cfg.mesh else 1
+    B, num_parts = len(tokens_BS), sharding.num_parts(cfg.mesh)
     if B % num_parts:
         raise SpecJAXError(f"{B} rows cannot be split over data_parallel={num_parts}: add rows that emit nothing")
     prompts = (tokens_BS, prompt_length_B, max_length_B, eos_BE, sampling)

@@ -178,12 +178,10 @@ def generate(
     arrays = (tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling)
     sharding.check_alike((arrays, chunk, str(target.config), verify, page_size, drafter and drafter.num_tokens),
                          target.mesh)
-    if target.mesh:
-        fill_up = functools.partial(_fill_up, multiple=target.mesh.shape[sharding.DATA])
-        tokens_BS, length_B, _, *others = jax.tree.map(fill_up, arrays)
-        max_length_B = np.pad(max_length_B, (0, len(length_B) - batch_size))  # 0: what fills up emits nothing
-        arrays = (tokens_BS, length_B, max_length_B, *others)
-    arrays = sharding.put(arrays, target.mesh)
+    fill_up = functools.partial(_fill_up, num_rows=-batch_size % sharding.num_parts(target.mesh))
+    tokens_BS, length_B, max_length_B, *others = jax.tree.map(fill_up, arrays)
+    max_length_B[batch_size:] = 0  # what fills up emits nothing
+    arrays = sharding.put((tokens_BS, length_B, max_length_B, *others), target.mesh)
     start = time.perf_counter()
     state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays, chunk))
     prefill_seconds = time.perf_counter() - start
@@ -287,9 +285,9 @@ def _named_drafter(name: str, target: Model, draft: Model | None, num_speculativ
     return base.make(name, k, target.config, draft.config if draft else None, implementation=implementation, **options)
 
 
-def _fill_up(x_B, multiple: int):
-    """Repeats the last row until their number is a multiple."""
-    return np.pad(x_B, ((0, -len(x_B) % multiple), *[(0, 0)] * (x_B.ndim - 1)), mode="edge")
+def _fill_up(x_B, num_rows: int):
+    """A copy with so many rows more, which repeat the last one."""
+    return np.pad(x_B, ((0, num_rows), *[(0, 0)] * (x_B.ndim - 1)), mode="edge")
 
 
 def _eos_table(target: Model, eos_ids, batch_size: int) -> np.ndarray:

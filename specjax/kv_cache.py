@@ -26,7 +26,7 @@ class PagedKVCache:
       k_PKZH: per layer, the pool of keys after rotary embedding, `[P, NKV, Z, H]`.
       v_PKZH: per layer, values, `[P, NKV, Z, H]`.
       block_table_BX: int32, page that holds slots `[x * Z, (x + 1) * Z)` of a sequence; P (no such page) where none.
-      free_P: int32 stack of page ids; its first `num_free` entries are the free pages.
+      free_P: int32 stack of page ids; its first `num_free_C` entries are the free pages.
       num_free_C: int32 `[1]`, how many; on a mesh the C caches of the parts of the batch have one each.
     """
 

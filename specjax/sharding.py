@@ -84,6 +84,11 @@ def degree(mesh: Mesh | None, role: str) -> int:
     return math.prod(mesh.shape[axis] for axis in MODEL_AXES[role]) if mesh else 1
 
 
+def num_parts(mesh: Mesh | None) -> int:
+    """Parts of the batch."""
+    return mesh.shape[DATA] if mesh else 1
+
+
 def split_over(size: int, whole: int, role: str) -> tuple[str, ...]:
     """Mesh axes over which a model's arrays are split; none where `size` of an axis is all that the `whole` has."""
     return MODEL_AXES[role] if size < whole else ()
