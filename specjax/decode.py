@@ -30,9 +30,10 @@ from jax.sharding import Mesh, PartitionSpec
 from specjax import kv_cache, llama, sharding
 from specjax import sampling as sampling_lib
 from specjax.config import LlamaConfig
-from specjax.drafters.base import Context, Draft, Drafter, Prefill
+from specjax.drafters.base import Context, Draft, Drafter, Draw, Prefill
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
+from specjax.kernels.verify import Law
 from specjax.kv_cache import PagedKVCache
 from specjax.sampling import SamplingParams, Stream
 from specjax.sharding import DATA, MODEL_AXES, split_over
@@ -113,10 +114,9 @@ class DecodeState:
     accepted_BS: jax.Array
     emitted_BS: jax.Array
 
-    @property
-    def context(self) -> Context:
-        """What drafters may see."""
-        return Context(self.tokens_BS, self.length_B, self.active_B)
+    def context(self, params) -> Context:
+        """What drafters may see, the target's parameters among it."""
+        return Context(self.tokens_BS, self.length_B, self.active_B, params)
 
 
 def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt_length_B: jax.Array,
@@ -164,7 +164,7 @@ def _init(params, drafter_params, cfg: DecodeConfig, tokens_BS, prompt_length_B,
                                     taps=taps, implementation=cfg.implementation)
     drafter_state = ()
     if cfg.drafter:
-        prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, cfg.page_size, prefill_chunk)
+        prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, params, cfg.page_size, prefill_chunk)
         drafter_state = cfg.drafter.init(drafter_params, prefill)
 
     def no_rounds_BS():  # each field has a buffer of its own: the state will be donated
@@ -235,7 +235,7 @@ def _state_specs(state: DecodeState):
 
 def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
     B, S = state.tokens_BS.shape
-    draft, drafter_state = _propose(drafter_params, cfg, state)
+    draft, drafter_state = _propose(params, drafter_params, cfg, state)
     drafts_BK = draft.tokens_BK
     K = drafts_BK.shape[1]
     always_drafts = draft.count_B is None
@@ -267,8 +267,8 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
         none = Verified(jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32))
         no_taps = tuple(jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype) for _ in taps)
         has_drafts = jnp.any(count_B > 0)
-        checked = _when(has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_taps))
-        cache, verified, taps_BTD = _when(~has_drafts, lambda cache, *_: check(0, cache), checked)
+        checked = kv_cache.when(has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_taps))
+        cache, verified, taps_BTD = kv_cache.when(~has_drafts, lambda cache, *_: check(0, cache), checked)
 
     # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
     index_T = jnp.arange(K + 1)
@@ -299,18 +299,11 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
         emitted_BS=log(state.emitted_BS, emitted_B),
     )
     if cfg.drafter:
-        drafter_state = cfg.drafter.update(drafter_params, drafter_state, state.context, verified, taps_BTD)
+        drafter_state = cfg.drafter.update(drafter_params, drafter_state, state.context(params), verified, taps_BTD)
     return state.replace(drafter=drafter_state)
 
 
-def _when(condition, function, carry):
-    """`function(*carry)` where the condition holds, `carry` elsewhere; like `lax.cond`, into whose branches and out of
-    which XLA copies the key/value pools. A loop of one round or none updates them where they are."""
-    once = lambda loop: (jnp.bool_(False), *function(*loop[1:]))  # noqa: E731
-    return jax.lax.while_loop(lambda loop: loop[0], once, (condition, *carry))[1:]
-
-
-def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Draft, Any]:
+def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Draft, Any]:
     """The drafter's proposal and its new state; no tokens at all in plain decoding."""
     B = state.length_B.shape[0]
     if cfg.drafter is None:
@@ -320,23 +313,32 @@ def _propose(drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Dra
     V, whole, degree = cfg.target.vocab_size, sharding.degree(cfg.mesh, "target"), sharding.degree(cfg.mesh, "draft")
 
     def draw(logits_BV, position_B):
-        if logits_BV.shape[1] not in (V, V // degree):
+        size = logits_BV.shape[1]
+        if size not in (V, V // degree, V // whole):
             raise SpecJAXError(f"a drafter's logits must have {V} columns, or those of a shard of the draft model, "
-                               f"{V // degree}; they have {logits_BV.shape[1]}")
-        split = split_over(logits_BV.shape[1], V, "draft")
+                               f"{V // degree}, or of the target, {V // whole}; they have {size}")
+        split = split_over(size, V, "draft" if size == V // degree else "target")
         stream = Stream.TARGET if coupled else Stream.DRAFT
         token_B1, law = sampling_lib.draw(logits_BV[:, None], state.sampling, position_B[:, None], stream,
                                           num_valid=cfg.num_valid_tokens,
                                           axis_name=split or None, implementation=cfg.implementation)
         law = jax.tree.map(lambda x: x[:, 0], law)
         # Verification needs of the draft's law what this device has of the target's vocabulary.
-        size = V // whole
-        if size < logits_BV.shape[1]:
+        if size > V // whole:
             shard = jax.lax.axis_index(tuple(axis for axis in MODEL_AXES["target"] if axis not in split))
-            law = law._replace(logits_BTV=jax.lax.dynamic_slice_in_dim(law.logits_BTV, shard * size, size, axis=1))
+            own_BV = jax.lax.dynamic_slice_in_dim(law.logits_BTV, shard * (V // whole), V // whole, axis=1)
+            law = law._replace(logits_BTV=own_BV)
         return _agreed(token_B1[:, 0], cfg, split), law
 
-    draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context, draw)
+    def certain(token_B):
+        axes = MODEL_AXES["target"] if whole > 1 else ()
+        token_V = jnp.arange(V // whole) + (jax.lax.axis_index(axes) * (V // whole) if axes else 0)
+        one_B = jnp.ones(B, jnp.float32)
+        return Law(jnp.where(token_V == token_B[:, None], 0.0, -jnp.inf), 0 * one_B, 0 * one_B,
+                   None if state.sampling.temperature_B is None else one_B)
+
+    draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context(params),
+                                               Draw(draw, certain))
     if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
         expected = (B, cfg.drafter.num_tokens)
         raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {expected}")

@@ -19,6 +19,7 @@ from specjax.decode import DecodeConfig
 from specjax.drafters import base
 from specjax.drafters.base import Drafter
 from specjax.errors import SpecJAXError
+from specjax.heads import Head
 
 # on_tokens(index of the prompt, new ids, for each id whether it was an accepted draft, whether these are the last)
 OnTokens = Callable[[int, list[int], list[bool], bool], None]
@@ -84,7 +85,7 @@ def generate(
     drafter: str | Drafter = "ngram",
     prompts: Sequence[Prompt] = (),
     *,
-    draft: Model | None = None,
+    draft: Model | Head | None = None,
     num_speculative_tokens: int | None = None,
     drafter_options: dict[str, Any] | None = None,
     drafter_params: Any = None,
@@ -107,10 +108,11 @@ def generate(
 
     Args:
       target: model whose completions are wanted, from `specjax.load`.
-      drafter: "none", "ngram", "draft_model" or the name of another module in `specjax.drafters`; or a `Drafter`.
+      drafter: "none", "ngram", "draft_model", "eagle" or the name of another module in `specjax.drafters`; several with
+        commas between them, of which the first that has a proposal makes it ("ngram,eagle"); or a `Drafter`.
       prompts: texts, token ids, or chats as lists of {"role": ..., "content": ...}.
       draft: draft model, for the drafter "draft_model"; its vocabulary must be the target's, and it must be loaded for
-        the same mesh.
+        the same mesh. Or a head, from `heads.load`, for "eagle".
       num_speculative_tokens: K, at least 1; by default `default_num_speculative_tokens()`. Named drafters only.
       drafter_options: keyword options of a named drafter, such as {"min_n": 1} for "ngram".
       drafter_params: parameters of a `Drafter` of your own.
@@ -130,14 +132,13 @@ def generate(
       SpecJAXError: for an option, a prompt or a pair of models that cannot be used, naming it.
     """
     for role, model in (("target", target), ("draft", draft)):
-        if model and not sharding.is_placed(model.params["embed_VD"], model.mesh, role):
+        if isinstance(model, Model) and not sharding.is_placed(model.params["embed_VD"], model.mesh, role):
             raise SpecJAXError(f"the {role} is not split like a {role}: load it with role={role!r}")
     if isinstance(drafter, str):
         if drafter_params is not None:
             raise SpecJAXError(f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none")
-        drafter = _named_drafter(drafter, target, draft, num_speculative_tokens, implementation,
-                                 drafter_options or {})
-        drafter_params = draft.params if draft else None
+        drafter, drafter_params = _named_drafter(drafter, target, draft, num_speculative_tokens, implementation,
+                                                 drafter_options or {})
     elif not isinstance(drafter, Drafter):
         raise SpecJAXError(f"drafter must be a name or a Drafter, got {drafter!r}")
     elif draft is not None or num_speculative_tokens is not None or drafter_options:
@@ -268,21 +269,26 @@ def prefill_chunk(prompt_length: int) -> int:
     return min(max(16, 2 ** (prompt_length - 1).bit_length()), MAX_PREFILL_CHUNK)
 
 
-def _named_drafter(name: str, target: Model, draft: Model | None, num_speculative_tokens: int | None,
-                   implementation: str | None, options: dict[str, Any]) -> Drafter | None:
+def _named_drafter(name: str, target: Model, draft: Model | Head | None, num_speculative_tokens: int | None,
+                   implementation: str | None, options: dict[str, Any]) -> tuple[Drafter | None, Any]:
+    """A drafter and its parameters."""
     if name == "none":
         if draft is not None or options or num_speculative_tokens is not None:
             raise SpecJAXError("the drafter 'none' decodes without speculation: it takes no draft model, no number of "
                                "speculative tokens and no options")
-        return None
-    if draft is not None:
+        return None, None
+    needs = base.needs(name)
+    if isinstance(draft, Model):
         check_same_vocabulary(target, draft)
-        if draft.mesh != target.mesh:
-            raise SpecJAXError(f"target and draft were loaded for different meshes: {target.mesh}, {draft.mesh}")
+    if draft is not None and draft.mesh != target.mesh:
+        raise SpecJAXError(f"target and draft were loaded for different meshes: {target.mesh}, {draft.mesh}")
     k = default_num_speculative_tokens() if num_speculative_tokens is None else num_speculative_tokens
     if own := set(options) & set(inspect.signature(base.make).parameters):
         raise SpecJAXError(f"{own.pop()!r} is no option of a drafter, but a parameter of its own")
-    return base.make(name, k, target.config, draft.config if draft else None, implementation=implementation, **options)
+    drafter = base.make(name, k, target.config, draft.config if draft else None, implementation=implementation,
+                        **options)
+    params = [draft.params if kind else None for kind in needs]
+    return drafter, params[0] if len(params) == 1 else tuple(params)
 
 
 def _fill_up(x_B, num_rows: int):

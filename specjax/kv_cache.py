@@ -10,6 +10,8 @@ devices of its sequence. The kv heads are split like the model's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -126,3 +128,10 @@ def write(pool: jax.Array, page_BT: jax.Array, offset_BT: jax.Array, new_BTKH: j
     """Writes new keys or values `[B, T, NKV, H]` to their pages and offsets in a pool `[P, NKV, Z, H]`, in place when
     the pool is donated. Entries whose page is P are dropped."""
     return pool.at[page_BT, :, offset_BT].set(new_BTKH.astype(pool.dtype), mode="drop")
+
+
+def when(condition: jax.Array, function: Callable, carry: tuple) -> tuple:
+    """`function(*carry)` where the condition holds, `carry` elsewhere; like `lax.cond`, into whose branches and out of
+    which XLA copies the key/value pools. A loop of one round or none updates them where they are."""
+    once = lambda loop: (jnp.bool_(False), *function(*loop[1:]))  # noqa: E731
+    return jax.lax.while_loop(lambda loop: loop[0], once, (condition, *carry))[1:]

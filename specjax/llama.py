@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -95,51 +96,78 @@ def forward(params, cfg: LlamaConfig, tokens_BT: jax.Array, start_B: jax.Array, 
     """
     slots_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
     page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
-    rotation = _rotation(cfg, slots_BT)
+    rotation = rotary(cfg, slots_BT)
     k_pools, v_pools, tapped = list(cache.k_PKZH), list(cache.v_PKZH), {}
 
     axes = split_over(params["embed_VD"].shape[0], cfg.vocab_size, role)
-    x_BTD = _embed(params["embed_VD"], tokens_BT, axes)
+    x_BTD = embed(params, cfg, tokens_BT, role)
     for i, layer in enumerate(params["layers"]):
-        x_BTD, k_pools[i], v_pools[i] = _layer(layer, cfg, x_BTD, k_pools[i], v_pools[i], page_BT, offset_BT, rotation,
-                                               cache.block_table_BX, start_B, implementation, axes)
+        x_BTD, k_pools[i], v_pools[i] = paged_layer(layer, cfg, x_BTD, k_pools[i], v_pools[i], page_BT, offset_BT,
+                                                    rotation, cache.block_table_BX, start_B, implementation, axes)
         if i in taps:
             tapped[i] = x_BTD
 
-    hidden_BTD = _rms_norm(x_BTD, params["final_norm_D"], cfg.rms_norm_eps)
+    hidden_BTD = rms_norm(x_BTD, params["final_norm_D"], cfg.rms_norm_eps)
     cache = cache.replace(k_PKZH=k_pools, v_PKZH=v_pools)
     return Output(hidden_BTD, cache, tuple(tapped[i] for i in taps))
 
 
 # Jitted on its own so that it is traced once, not once per layer; XLA inlines it.
 @functools.partial(jax.jit, static_argnums=(1, 10, 11))
-def _layer(layer, cfg: LlamaConfig, x_BTD, k_pool, v_pool, page_BT, offset_BT, rotation, block_table_BX, start_B,
-           implementation: str | None, axes: tuple[str, ...]):
-    """One decoder layer: the residual stream after it, and the pools with the new keys and values."""
+def paged_layer(layer, cfg: LlamaConfig, x_BTD, k_pool, v_pool, page_BT, offset_BT, rotation, block_table_BX, start_B,
+                implementation: str | None, axes: tuple[str, ...]):
+    """`decoder_layer` over a paged cache: the residual stream after it, and the pools with the new keys and values."""
+
+    def attend(q_BTNH, k_BTKH, v_BTKH):
+        k_new = kv_cache.write(k_pool, page_BT, offset_BT, k_BTKH)
+        v_new = kv_cache.write(v_pool, page_BT, offset_BT, v_BTKH)
+        a_BTNH = paged_attention(q_BTNH, k_new, v_new, block_table_BX, start_B, implementation=implementation)
+        return a_BTNH, (k_new, v_new)
+
+    x_BTD, (k_pool, v_pool) = decoder_layer(layer, cfg, x_BTD, rotation, attend, axes)
+    return x_BTD, k_pool, v_pool
+
+
+def decoder_layer(layer, cfg: LlamaConfig, x_BTD, rotation, attend: Callable, axes: tuple[str, ...] = ()):
+    """One decoder layer.
+
+    Args:
+      layer: its parameters, see `abstract_params`.
+      cfg: of the model.
+      x_BTD: the residual stream before it.
+      rotation: see `rotary`.
+      attend: `(q_BTNH, k_BTKH, v_BTKH) -> (a_BTNH, kept)` with the new queries, keys and values, already rotated.
+      axes: mesh axes over which the parameters are split.
+
+    Returns:
+      The residual stream after it, and what `attend` wanted kept.
+    """
     B, T, _ = x_BTD.shape
     attention, mlp = layer["attention"], layer["mlp"]
     G, H = cfg.group_size, cfg.head_dim
     N = G * attention["qkv_KGHD"].shape[0]
 
-    h_BTD = _rms_norm(x_BTD, attention["norm_D"], cfg.rms_norm_eps)
-    qkv_BTKGH = _linear(h_BTD, attention["qkv_KGHD"], attention.get("qkv_bias_KGH"))
+    h_BTD = rms_norm(x_BTD, attention["norm_D"], cfg.rms_norm_eps)
+    qkv_BTKGH = linear(h_BTD, attention["qkv_KGHD"], attention.get("qkv_bias_KGH"))
     q_BTNH = _rotate(qkv_BTKGH[..., :G, :].reshape(B, T, N, H), rotation)
-    k_pool = kv_cache.write(k_pool, page_BT, offset_BT, _rotate(qkv_BTKGH[..., G, :], rotation))
-    v_pool = kv_cache.write(v_pool, page_BT, offset_BT, qkv_BTKGH[..., G + 1, :])
-    a_BTNH = paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, implementation=implementation)
+    a_BTNH, kept = attend(q_BTNH, _rotate(qkv_BTKGH[..., G, :], rotation), qkv_BTKGH[..., G + 1, :])
     out_DI = attention["out_DKGH"].reshape(-1, N * H)
-    x_BTD += _linear(a_BTNH.reshape(B, T, N * H), out_DI, attention.get("out_bias_D"), axes=axes)
+    x_BTD += linear(a_BTNH.reshape(B, T, N * H), out_DI, attention.get("out_bias_D"), axes=axes)
 
-    h_BTD = _rms_norm(x_BTD, mlp["norm_D"], cfg.rms_norm_eps)
-    gate_up_BT2F = _linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
+    h_BTD = rms_norm(x_BTD, mlp["norm_D"], cfg.rms_norm_eps)
+    gate_up_BT2F = linear(h_BTD, mlp["gate_up_2FD"], mlp.get("gate_up_bias_2F"))
     h_BTF = jax.nn.silu(gate_up_BT2F[..., 0, :]) * gate_up_BT2F[..., 1, :]
-    return x_BTD + _linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D"), axes=axes), k_pool, v_pool
+    return x_BTD + linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D"), axes=axes), kept
 
 
-def _embed(embed_VD, tokens_BT, axes: tuple[str, ...]):
+def embed(params, cfg: LlamaConfig, tokens_BT: jax.Array, role: str = "target") -> jax.Array:
+    """Embeddings of tokens, `[B, T, D]`; of a shard of the vocabulary, added up over the devices that have the others.
+    """
+    embed_VD = params["embed_VD"]
+    V = embed_VD.shape[0]
+    axes = split_over(V, cfg.vocab_size, role)
     if not axes:
         return embed_VD[tokens_BT]
-    V = embed_VD.shape[0]
     index_BT = tokens_BT - jax.lax.axis_index(axes) * V
     here_BT = (index_BT >= 0) & (index_BT < V)
     x_BTD = jnp.where(here_BT[..., None], embed_VD[jnp.clip(index_BT, 0, V - 1)], 0)
@@ -150,10 +178,10 @@ def logits(params, hidden_BTD: jax.Array) -> jax.Array:
     """Next-token logits, float32 `[B, T, V]`, of hidden states from `forward`. A tied embedding serves as it lies. Of a
     shard of the vocabulary come that shard's logits."""
     head_VD = params.get("lm_head_VD", params["embed_VD"])
-    return _linear(hidden_BTD, head_VD, dtype=jnp.float32)
+    return linear(hidden_BTD, head_VD, dtype=jnp.float32)
 
 
-def _linear(x_BTI, w_OI, bias_O=None, dtype=None, axes: tuple[str, ...] = ()):
+def linear(x_BTI, w_OI, bias_O=None, dtype=None, axes: tuple[str, ...] = ()):
     """Product over the last axis of both; the weight may have several output axes. Accumulates in float32, over the
     mesh axes too over which the last axis is split."""
     # As plain matrices: XLA's CPU compiler transposes, that is copies, a weight with several output axes in every step.
@@ -184,7 +212,8 @@ def _matmul(x_RI, w_OI):
     return plain(x_RI, w_OI)
 
 
-def _rms_norm(x_BTD, scale_D, eps: float):
+def rms_norm(x_BTD, scale_D, eps: float):
+    """Root mean square layer normalisation (Zhang & Sennrich 2019)."""
     x = x_BTD.astype(jnp.float32)
     x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x.astype(x_BTD.dtype) * scale_D
@@ -204,7 +233,8 @@ def rope_frequencies(cfg: LlamaConfig) -> np.ndarray:
     return freq.astype(np.float32)
 
 
-def _rotation(cfg: LlamaConfig, positions_BT):
+def rotary(cfg: LlamaConfig, positions_BT):
+    """Cosines and sines of the angles by which positions turn queries and keys, float32 `[B, T, 1, H / 2]` each."""
     angle_BTh = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(cfg)
     return jnp.cos(angle_BTh)[:, :, None], jnp.sin(angle_BTh)[:, :, None]
 

@@ -23,13 +23,18 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from absl import flags
+from drive_cli import Outcome
 
 from specjax import decode, kv_cache, llama
 from specjax import sampling as sampling_lib
+from specjax.cli import main
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig, DecodeState
-from specjax.drafters import base
-from specjax.errors import SpecJAXError
+from specjax.drafters import base, eagle
+from specjax.drafters.eagle import HeadConfig
+from specjax.train import init_head
 
 INIT = jax.jit(decode.init, static_argnums=(2, 8))
 GENERATE = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
@@ -61,12 +66,24 @@ def similar(seed: int, noise: float = 0.15, **kwargs) -> Model:
     return Model(model.config, jax.tree.map(lambda a, b: a + noise * b, model.params, other.params))
 
 
+def tiny_head(target: Model, taps: tuple[int, ...] = (), num_draft_tokens: int | None = None):
+    """A head for a tiny target, as training begins with it: its configuration and the parameters for decoding."""
+    config = init_head.config(target.config, taps, num_draft_tokens)
+    params = init_head.initial_params(config, target.params, jax.random.key(0))
+    ids_U = None if num_draft_tokens is None else jnp.arange(num_draft_tokens, dtype=jnp.int32) * 2 % 31
+    return config, eagle.for_decoding(params, ids_U, target.params)
+
+
 def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
-    """The drafter called `name` and the params to give to the loop: none, or the draft model's where it needs one."""
-    try:
-        return base.make(name, K, target.config, **options), None
-    except SpecJAXError:
-        return base.make(name, K, target.config, draft.config, **options), draft.params
+    """The drafter called `name` and the params to give to the loop: none, the draft model's, or those of a head."""
+    needs = base.needs(name)
+    config, params = None, None
+    if HeadConfig in needs:
+        config, params = tiny_head(target)
+    elif LlamaConfig in needs:
+        config, params = draft
+    params = tuple(params if kind else None for kind in needs)
+    return base.make(name, K, target.config, config, **options), params[0] if len(needs) == 1 else params
 
 
 class Result(NamedTuple):
@@ -204,3 +221,23 @@ def compilations():
         yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `specjax ARGUMENTS` in this process. Flags are global, so those of the run are removed after it."""
+    monkeypatch.setattr(main, "_configure_jax", lambda: None)  # a test leaves no compilation cache behind
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments) -> Outcome:
+        capsys.readouterr()
+        try:
+            code = main.main(["specjax", *map(str, arguments)])
+        finally:
+            for name in list(flags.FLAGS):
+                if flags.FLAGS.find_module_defining_flag(name).startswith("specjax."):
+                    delattr(flags.FLAGS, name)
+            flags.FLAGS.unparse_flags()
+        return Outcome(code, *capsys.readouterr())
+
+    return run

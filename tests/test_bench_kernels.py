@@ -1,6 +1,5 @@
 """`specjax bench kernels` without a GPU, and that what runs on one can at least be collected."""
 
-# ruff: noqa: F401, F811
 
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from test_cli import check_refused, command
+from drive_cli import check_refused
 
 from specjax.cli import bench_kernels
 from specjax.kernels import bench

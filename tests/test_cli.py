@@ -8,12 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import NamedTuple
 
 import make_folders
 import numpy as np
 import pytest
-from absl import flags
+from drive_cli import Outcome, check_refused, write_lines, write_model, write_prompts
 from rich.console import Console
 
 import specjax
@@ -29,41 +28,6 @@ FLAGS_OF_GENERATE = ("target", "drafter", "draft", "num_speculative_tokens", "dr
                      "process_id", "process_timeout")
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs `specjax ARGUMENTS` in this process. Flags are global, so those of the run are removed after it."""
-    monkeypatch.setattr(main, "_configure_jax", lambda: None)  # a test leaves no compilation cache behind
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*arguments) -> Outcome:
-        capsys.readouterr()
-        try:
-            code = main.main(["specjax", *map(str, arguments)])
-        finally:
-            for name in list(flags.FLAGS):
-                if flags.FLAGS.find_module_defining_flag(name).startswith("specjax."):
-                    delattr(flags.FLAGS, name)
-            flags.FLAGS.unparse_flags()
-        return Outcome(code, *capsys.readouterr())
-
-    return run
-
-
-def write_model(path, seed=0, **config):
-    """A model whose text soon repeats itself, so that prompt lookup finds something."""
-    config = {"num_hidden_layers": 1} | config
-    arrays = make_folders.tensors(config, seed=seed)
-    arrays["model.layers.0.self_attn.o_proj.weight"] *= 0.02
-    arrays["lm_head.weight"][[*range(4), *range(25, len(arrays["lm_head.weight"]))]] *= 0.2
-    return make_folders.write_folder(path, config, arrays)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "target")
@@ -74,29 +38,8 @@ def target(folder):
     return specjax.load(folder)
 
 
-def write_lines(path, *lines):
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
-
-
-def write_prompts(path, *rows):
-    return write_lines(path, *(json.dumps(row, ensure_ascii=False) for row in rows))
-
-
 def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def check_refused(outcome: Outcome, *parts) -> None:
-    """One line on stderr that names everything in `parts`, exit code 2, and nothing else."""
-    assert outcome.code == 2, outcome
-    assert outcome.out == ""
-    assert outcome.err.startswith("specjax: error: ")
-    assert outcome.err.endswith("\n")
-    assert outcome.err.count("\n") == 1, outcome.err
-    assert "Traceback" not in outcome.err
-    for part in parts:
-        assert str(part) in outcome.err
 
 
 class TestGenerate:
@@ -299,7 +242,7 @@ class TestBadInput:
         (["--target=x"], ["command '--target=x' does not exist"]),
         (["generate", "--target=x", "--foo=1"], ["foo"]),
         (["generate", "--target=x", "foo"], ["'foo' is not a flag"]),
-        (["generate", "--target=x", "--drafter=foo"], ["--drafter=foo", "none|draft_model|ngram"]),
+        (["generate", "--target=x", "--drafter=foo"], ["drafter 'foo' does not exist", "eagle, ngram"]),
         (["generate", "--target=x", "--verify=foo"], ["--verify=foo", "rejection|coupled"]),
         (["generate", "--target=x", "--dtype=int8"], ["--dtype=int8", "float32"]),
         (["generate", "--target=x", "--temperature=hot"], ["--temperature=hot"]),
@@ -377,7 +320,7 @@ class TestBadInput:
         ('{"prompt": 3}', "'prompt' must be a string"),
         ('{"messages": []}', "'messages' must be a list of objects with 'role' and 'content'"),
         ('{"messages": [{"role": "user"}]}', "'messages' must be a list of objects with 'role' and 'content'"),
-        ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature'; known: prompt, messages, name, max_new_tokens"),
+        ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature'; known: prompt, messages, name, domain"),
         ('{"prompt": "a", "temperature": [1]}', "'temperature' must be a number, got [1]"),
         ('{"prompt": "a", "top_k": "3"}', "'top_k' must be a number, got '3'"),
         ('{"prompt": "a", "seed": true}', "'seed' must be a number, got True"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import compilations, full_logits, make_drafter, reference_law, run, similar, tiny
+from conftest import compilations, full_logits, make_drafter, reference_law, run, similar, tiny, tiny_head
 
 from specjax import kv_cache
 from specjax.drafters import base
@@ -44,7 +44,7 @@ def chi_square_p(counts, law, trials) -> float:
     return scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1)
 
 
-@pytest.fixture(params=base.names())
+@pytest.fixture(params=[*base.names(), "ngram,eagle"])
 def name(request):
     return request.param
 
@@ -119,7 +119,8 @@ class TestEveryDrafter:
 
 def test_drafters_are_found_by_name_and_named_when_they_are_not():
     assert {"draft_model", "ngram"} <= set(base.names())
-    with pytest.raises(SpecJAXError, match="drafter 'crystal_ball' does not exist; there is: none, draft_model, ngram"):
+    message = "drafter 'crystal_ball' does not exist; there is: none, draft_model, eagle, ngram"
+    with pytest.raises(SpecJAXError, match=message):
         base.make("crystal_ball", 3, TARGET.config)
 
 
@@ -127,10 +128,18 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
     (("ngram", 0, TARGET.config), {}, "speculative tokens must be at least 1, got 0"),
     (("ngram", 3, TARGET.config), {"min_n": 3, "max_n": 2}, "min_n=3 and max_n=2"),
     (("ngram", 3, TARGET.config), {"min_n": 0}, "min_n=0"),
-    (("ngram", 3, TARGET.config), {"window": 5}, "'ngram' has no option 'window'; it has: min_n, max_n"),
+    (("ngram", 3, TARGET.config), {"window": 5}, "'ngram' has no option 'window'; it has: max_n, min_n"),
     (("ngram", 3, TARGET.config, DRAFT.config), {}, "'ngram' uses no draft model"),
     (("draft_model", 3, TARGET.config), {}, "'draft_model' needs a draft model"),
     (("draft_model", 3, TARGET.config, DRAFT.config), {"min_n": 2}, "'draft_model' has no option 'min_n'"),
+    (("draft_model", 3, TARGET.config, tiny_head(TARGET)[0]), {}, "needs a draft model, and a head was given"),
+    (("eagle", 3, TARGET.config), {}, "'eagle' needs a head, and none was given"),
+    (("ngram,eagle", 3, TARGET.config, DRAFT.config), {}, "needs a head, and a draft model was given"),
+    (("eagle", 3, tiny(6, vocab_size=5).config, tiny_head(TARGET)[0]), {}, "its vocabulary is 32, the target's 5"),
+    (("eagle", 3, tiny(6, num_layers=2).config, tiny_head(TARGET)[0]), {}, "its number of layers is 1, the target's 2"),
+    (("eagle,ngram", 3, TARGET.config, tiny_head(TARGET)[0]), {}, "'ngram' cannot come after another drafter"),
+    (("ngram,ngram", 3, TARGET.config), {}, "the same drafter twice"),
+    (("ngram,eagle", 3, TARGET.config, tiny_head(TARGET)[0]), {"skippable": 1}, "has no option 'skippable'"),
 ])  # fmt: skip
 def test_drafters_that_cannot_be_are_refused(arguments, options, message):
     with pytest.raises(SpecJAXError, match=message):
@@ -157,7 +166,7 @@ def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
     rng = np.random.default_rng(alphabet)
     tokens_BS = rng.integers(0, alphabet, (rows, S), np.int32)
     length_B = rng.integers(1, S + 1, rows, np.int32)
-    context = Context(jnp.asarray(tokens_BS), jnp.asarray(length_B), jnp.ones(rows, bool))
+    context = Context(jnp.asarray(tokens_BS), jnp.asarray(length_B), jnp.ones(rows, bool), None)
     draft = jax.jit(lambda context: drafter.propose(None, (), context, None)[0])(context)
     found = 0
     for row in range(rows):

@@ -311,7 +311,7 @@ GOOD = {"prompts": ["hello"], "drafter": "ngram"}
     ({"drafter": "base"}, "drafter 'base' does not exist"),
     ({"verify": "foo"}, "verify must be one of rejection, coupled, got 'foo'"),
     ({"num_speculative_tokens": 0}, "the number of speculative tokens must be at least 1, got 0"),
-    ({"drafter_options": {"n": 2}}, "drafter 'ngram' has no option 'n'; it has: min_n, max_n"),
+    ({"drafter_options": {"n": 2}}, "drafter 'ngram' has no option 'n'; it has: max_n, min_n"),
     ({"drafter_options": {"min_n": 0}}, "the drafter 'ngram' needs 1 <= min_n <= max_n <= 64, got min_n=0 and max_n=4"),
     ({"drafter_params": 1}, "drafter_params is for a Drafter of your own; the drafter 'ngram' takes none"),
     ({"drafter": "draft_model"}, "the drafter 'draft_model' needs a draft model, and none was given"),

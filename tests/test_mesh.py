@@ -43,7 +43,7 @@ def arguments(name: str, degrees=None, K: int = 1, **options):
         options["mesh"] = mesh = sharding.make_mesh(tensor, draft, data)
         target = placed(TARGET, mesh, "target")
         if draft_params is not None:
-            draft_params = placed(DRAFT, mesh, "draft").params
+            draft_params = jax.device_put(draft_params, sharding.shardings(draft_params, mesh, "draft"))
     return prepare(target, PROMPTS, drafter=drafter, draft_params=draft_params, **{**ROWS, **options})
 
 
@@ -56,7 +56,8 @@ def plain():
 @pytest.fixture(scope="module")
 def counts():
     """By drafter, the drafts that one device accepts in each row and round."""
-    return {name: np.asarray(GENERATE(*arguments(name, verify="coupled")).accepted_BS) for name in base.names()}
+    return {name: np.asarray(GENERATE(*arguments(name, verify="coupled")).accepted_BS)
+            for name in (*base.names(), "ngram,eagle")}
 
 
 def assert_copies_agree(state):
@@ -70,7 +71,9 @@ def assert_copies_agree(state):
 
 
 @pytest.mark.parametrize(("name", "degrees"), [("ngram", d) for d in DEGREES if d[2] == 1]
-                         + [("draft_model", d) for d in DEGREES], ids=str)
+                         + [("draft_model", d) for d in DEGREES]
+                         + [("eagle", d) for d in ((8, 1, 1), (2, 4, 2), (1, 8, 1), (1, 4, 4))]
+                         + [("ngram,eagle", d) for d in ((2, 2, 1), (1, 8, 4))], ids=str)
 def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
     """Greedy and coupled rows in one batch. That each round accepts the same drafts says that they are the same."""
     state = GENERATE(*arguments(name, degrees, verify="coupled"))
@@ -81,7 +84,7 @@ def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
 
 
 @pytest.mark.parametrize(("name", "degrees"), [("draft_model", (2, 4, 2)), ("draft_model", (1, 8, 1)),
-                                               ("ngram", (1, 4, 1))], ids=str)
+                                               ("ngram", (1, 4, 1)), ("ngram,eagle", (2, 4, 2))], ids=str)
 def test_rejection_with_filters(name, degrees):
     """Draft and target compare laws of which every device has a part, and the draft's is cut otherwise."""
     options = dict(temperature=[0, 1, 1.2, 0.7, 0, 1.5, 1, 1], **FILTERS)

@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax import checkpoint, generation, metrics, sharding
+from specjax import checkpoint, generation, heads, metrics, sharding
 from specjax.checkpoint import Model
 from specjax.checkpoints_convert import table
 from specjax.drafters import base
+from specjax.drafters.eagle import HeadConfig
 from specjax.errors import SpecJAXError
 from specjax.generation import Generation
+from specjax.heads import Head
 from specjax.kernels import dispatch
 from specjax.verify import MODES
 
@@ -29,8 +31,11 @@ FLAGS = flags.FLAGS
 
 def define_decoding_flags(default: str) -> None:
     """Flags that say how models run, and how drafts are made and checked."""
-    flags.DEFINE_enum("drafter", default, ["none", *base.names()], "How to guess tokens.")
-    flags.DEFINE_string("draft", None, "Draft model, for --drafter=draft_model: a checkpoint or Hugging Face folder.")
+    flags.DEFINE_string("drafter", default, f"How to guess tokens: none, {', '.join(base.names())}; or several with "
+                        "commas, such as ngram,eagle: the first that has a proposal makes it.")
+    flags.register_validator("drafter", lambda name: name == "none" or bool(base.needs(name)))  # or an error of ours
+    flags.DEFINE_string("draft", None, "For --drafter=draft_model the draft model: a checkpoint or Hugging Face "
+                        "folder; for --drafter=eagle the folder of a head, see specjax train.")
     flags.DEFINE_integer("num_speculative_tokens", None,
                          "K, tokens to guess per round, at least 1 (default: 7 on CPU, else 5).")
     flags.DEFINE_list("drafter_options", [],
@@ -41,9 +46,7 @@ def define_decoding_flags(default: str) -> None:
                       "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
     flags.DEFINE_enum("implementation", None, dispatch.IMPLEMENTATIONS,
                       "Of attention and verification; by default our kernels where they can run: see specjax env.")
-    flags.DEFINE_integer("tensor_parallel", 1, "Devices over which a copy of the target is split.")
-    flags.DEFINE_integer("draft_tensor_parallel", 1, "The same of the draft model: a divisor of --tensor_parallel.")
-    flags.DEFINE_integer("data_parallel", 1, "Parts of the batch, each with copies of the models of its own.")
+    define_mesh_flags()
     flags.DEFINE_bool("distributed", False, "Join the other processes of a run on Slurm, Open MPI or Kubernetes, which "
                       "JAX finds by itself.")
     flags.DEFINE_string("coordinator", None, "Elsewhere: host:port of process 0, the same in all processes,")
@@ -52,19 +55,36 @@ def define_decoding_flags(default: str) -> None:
     flags.DEFINE_integer("process_timeout", 100, "Seconds after which a process that is not heard of ends the run.")
 
 
-def load_models() -> tuple[Model, Model | None]:
-    """The target and, if there is one, the draft model that the flags name, on the mesh that they ask for."""
+def define_mesh_flags() -> None:
+    """Flags that say how devices share the work."""
+    flags.DEFINE_integer("tensor_parallel", 1, "Devices over which a copy of the target is split.")
+    flags.DEFINE_integer("draft_tensor_parallel", 1, "The same of the draft model: a divisor of --tensor_parallel.")
+    flags.DEFINE_integer("data_parallel", 1, "Parts of the batch, each with copies of the models of its own.")
+
+
+def load_models() -> tuple[Model, Model | Head | None]:
+    """The target and, if there is one, the draft model or head that the flags name, on the mesh that they ask for."""
+    uses_head = FLAGS.drafter != "none" and HeadConfig in base.needs(FLAGS.drafter)
     if FLAGS.draft_tensor_parallel != 1 and not FLAGS.draft:
         raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
-    mesh = None
-    if (FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel, jax.process_count()) != (1, 1, 1, 1):
-        mesh = sharding.make_mesh(FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel)
-    if mesh and FLAGS.draft:  # what cannot be split is refused before the other one is read
+    mesh = make_mesh()
+    if mesh and FLAGS.draft and not uses_head:  # what cannot be split is refused before the other one is read
         for role, path in (("target", FLAGS.target), ("draft", FLAGS.draft)):
             sharding.check(checkpoint.open_source(path).config, sharding.degree(mesh, role), role)
+    if uses_head and FLAGS.draft:  # the wrong head is refused before the target is read
+        heads.check(FLAGS.draft, checkpoint.open_source(FLAGS.target).config, mesh)
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
+    if uses_head and FLAGS.draft:
+        return target, heads.load(FLAGS.draft, target)
     draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype, mesh=mesh, role="draft") if FLAGS.draft else None
     return target, draft
+
+
+def make_mesh():
+    """The mesh that the flags ask for; None for one device."""
+    if (FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel, jax.process_count()) == (1, 1, 1, 1):
+        return None
+    return sharding.make_mesh(FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel)
 
 
 def join_processes() -> None:

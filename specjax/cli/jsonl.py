@@ -16,7 +16,7 @@ ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed
 
 def read_prompts(path: str) -> list[dict]:
     """Lines of a prompts file as dictionaries with "prompt" (text or messages), perhaps a "name" of
-    its own and some of `ROW_OPTIONS`.
+    its own, the "domain" that its text is of, and some of `ROW_OPTIONS`.
 
     Raises:
       SpecJAXError: naming the file and the line.
@@ -36,12 +36,13 @@ def _row(line: str, where: str) -> dict:
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise SpecJAXError(f"{where}: must be a string, or an object with either 'prompt' or 'messages'")
-    known = ("prompt", "messages", "name", *ROW_OPTIONS)
+    known = ("prompt", "messages", "name", "domain", *ROW_OPTIONS)
     unknown = sorted(set(row) - set(known))
     if unknown:
         raise SpecJAXError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    if not isinstance(row.get("name", ""), str):
-        raise SpecJAXError(f"{where}: 'name' must be a string")
+    for name in ("name", "domain"):
+        if not isinstance(row.get(name, ""), str):
+            raise SpecJAXError(f"{where}: {name!r} must be a string")
     for option in ROW_OPTIONS:
         if option in row and (isinstance(row[option], bool) or not isinstance(row[option], int | float)):
             raise SpecJAXError(f"{where}: {option!r} must be a number, got {row[option]!r}")

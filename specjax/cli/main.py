@@ -13,7 +13,7 @@ from absl import flags, logging
 import specjax
 from specjax.errors import SpecJAXError
 
-COMMANDS = ("generate", "convert", "export", "bench", "bench kernels", "plan", "demo", "env")
+COMMANDS = ("generate", "convert", "export", "train", "bench", "bench kernels", "plan", "demo", "env")
 USAGE_ERROR = 2
 
 

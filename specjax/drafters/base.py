@@ -1,13 +1,15 @@
-"""The contract between the decode loop and a drafter, and how a drafter is found by its name.
+"""The contract between the decode loop and a drafter, and how drafters are found by their names.
 
 A drafter is a NamedTuple of pure functions and an explicit state, like an optax `GradientTransformation`. Its module
 in this folder has a function
 
     make(num_speculative_tokens, target, draft, **options) -> Drafter
 
-where `target` and `draft` are `LlamaConfig`s (`draft` is None where the user named no draft model), and every option is
-a keyword with a default. One that runs a model also has the keyword `implementation`, for `llama.forward`. The module's
-name is the drafter's name. Nothing needs to be registered.
+and the class `DRAFT` of `draft`: None for a drafter without parameters, `LlamaConfig` for one that runs a draft model,
+`HeadConfig` for a head. `target` is a `LlamaConfig`, and every option is a keyword with a default. One that runs a
+model also has the keyword `implementation`, for `llama.forward`. A keyword `skippable` says that it can miss rounds,
+which it has to where it comes after another drafter. The module's name is the drafter's name. Nothing needs to be
+registered.
 
 `make` must return the same functions for the same arguments (`functools.lru_cache` does it): a Drafter is a static
 argument of `jax.jit`, and new functions mean a new compilation.
@@ -29,6 +31,8 @@ from specjax import drafters
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
 from specjax.kernels.verify import Law
+
+FORWARDED = ("implementation", "skippable")  # keywords of `make` in drafter modules that are no options
 
 
 class Draft(NamedTuple):
@@ -58,11 +62,13 @@ class Context(NamedTuple):
       tokens_BS: int32, committed tokens, prompt and output; what lies at or beyond the length means nothing.
       length_B: int32, number of committed tokens. The last one is *pending*: the target has not read it yet.
       active_B: bool, rows that still generate.
+      target: the target's parameters, on a mesh this device's shards of them.
     """
 
     tokens_BS: jax.Array
     length_B: jax.Array
     active_B: jax.Array
+    target: Any
 
 
 @struct.dataclass
@@ -73,6 +79,7 @@ class Prefill:
       tokens_BS: prompts. S is also the most slots that a row can come to need.
       length_B: int32, number of prompt tokens.
       taps_BSD: for each tap, the target's residual stream at every prompt token but the last.
+      target: the target's parameters, on a mesh this device's shards of them.
       page_size: Z of the caches (static).
       chunk_size: tokens of a prompt to read at a time (static).
     """
@@ -80,13 +87,25 @@ class Prefill:
     tokens_BS: jax.Array
     length_B: jax.Array
     taps_BSD: tuple[jax.Array, ...]
+    target: Any
     page_size: int = struct.field(pytree_node=False)
     chunk_size: int = struct.field(pytree_node=False)
 
 
-# draw(logits_BV, position_B) -> (token_B, law): draws a draft token for an absolute position. It applies the row's
-# temperature and filters and takes the noise that the way of verifying asks for; a drafter knows nothing of these.
-Draw = Callable[[jax.Array, jax.Array], tuple[jax.Array, Law]]
+class Draw(NamedTuple):
+    """How a drafter comes from logits to tokens; it knows nothing of temperatures, filters, noise or shards.
+
+    Attributes:
+      sample: `(logits_BV, position_B) -> (token_B, law)`, a draw for an absolute position; so is a call of this object.
+      certain: `token_B -> law`, the law of a guess that was not drawn, where others of its batch were.
+    """
+
+    sample: Callable[[jax.Array, jax.Array], tuple[jax.Array, Law]]
+    certain: Callable[[jax.Array], Law]
+
+    def __call__(self, logits_BV: jax.Array, position_B: jax.Array) -> tuple[jax.Array, Law]:
+        """See `sample`."""
+        return self.sample(logits_BV, position_B)
 
 
 class Drafter(NamedTuple):
@@ -97,7 +116,7 @@ class Drafter(NamedTuple):
 
     On a mesh these functions see one device's shards: of the batch, and of parameters and state whose names end with
     letters of `sharding.RULES` (K is kv heads there, so name no state `..._BK`). Logits for `draw` are whole, or the
-    draft model's own shard of the vocabulary. A scalar of the state must be the same on all devices.
+    draft model's own shard of the vocabulary, or the target's. A scalar of the state must be the same on all devices.
 
     Attributes:
       num_tokens: K, how many tokens it proposes at most (static).
@@ -117,39 +136,78 @@ class Drafter(NamedTuple):
 
 def names() -> list[str]:
     """Drafters that there are."""
-    return sorted(module.name for module in pkgutil.iter_modules(drafters.__path__) if module.name != "base")
+    return sorted(module.name for module in pkgutil.iter_modules(drafters.__path__)
+                  if module.name not in ("base", "combined"))
 
 
-def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None,
-         implementation: str | None = None, **options) -> Drafter:
-    """The drafter called `name`.
-
-    Args:
-      name: one of `names()`.
-      num_speculative_tokens: K.
-      target, draft: configurations of the models; None where there is no draft model.
-      implementation: of attention in the drafter's own passes, see `kernels.dispatch.choose`.
-      **options: of the drafter.
+def needs(name: str) -> list[type | None]:
+    """What each of the drafters in `name` takes as its draft, see `make`: the class of a configuration, or None.
 
     Raises:
-      SpecJAXError: no such drafter or option, K < 1, or a draft model that is missing or of no use to it.
+      SpecJAXError: no such drafter.
     """
-    if name not in names():
-        raise SpecJAXError(f"drafter {name!r} does not exist; there is: none, {', '.join(names())}")
+    return [module.DRAFT for module in _modules(name)]
+
+
+def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any = None,
+         implementation: str | None = None, **options) -> Drafter:
+    """The drafter called `name`, or several in one.
+
+    Args:
+      name: one of `names()`, or several with commas between them; then the first that has a proposal for a row makes
+        it (see `combined`), and parameters and state are tuples.
+      num_speculative_tokens: K.
+      target: configuration of the target.
+      draft: configuration of the draft model or head, for the drafter that needs one; None where there is none.
+      implementation: of attention in the drafter's own passes, see `kernels.dispatch.choose`.
+      **options: of the drafters; each gets those that it has.
+
+    Raises:
+      SpecJAXError: no such drafter or option, K < 1, a draft that is missing, of the wrong kind or of no use, or a
+        drafter that cannot come after another one.
+    """
+    modules = _modules(name)
     if not isinstance(num_speculative_tokens, int):
         raise SpecJAXError(f"the number of speculative tokens must be a whole number, got {num_speculative_tokens!r}")
     if num_speculative_tokens < 1:
         raise SpecJAXError(f"the number of speculative tokens must be at least 1, got {num_speculative_tokens}"
                            " (the drafter 'none' decodes without speculation)")
-    factory = importlib.import_module(f"{drafters.__name__}.{name}").make
-    known = list(inspect.signature(factory).parameters)[3:]
-    own = {}
-    if "implementation" in known:  # not every drafter runs a model
-        known.remove("implementation")
-        own["implementation"] = implementation
-    for option, value in options.items():
-        if option not in known:
-            raise SpecJAXError(f"drafter {name!r} has no option {option!r}; it has: {', '.join(known) or 'none'}")
-        if not isinstance(value, int | float | str):
-            raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be a number or a text, got {value!r}")
-    return factory(num_speculative_tokens, target, draft, **own, **options)
+    kinds = {module.DRAFT for module in modules} - {None}
+    if kinds and not isinstance(draft, tuple(kinds)):
+        kind = {"LlamaConfig": "draft model", "HeadConfig": "head"}
+        wanted, given = (" or a ".join(sorted(kind[k.__name__] for k in kinds)),
+                         "none was given" if draft is None else f"a {kind[type(draft).__name__]} was given")
+        raise SpecJAXError(f"the drafter {name!r} needs a {wanted}, and {given}")
+    if draft is not None and not kinds:
+        raise SpecJAXError(f"the drafter {name!r} uses no draft model, but one was given")
+    made, unused = [], dict(options)
+    for i, module in enumerate(modules):
+        known = list(inspect.signature(module.make).parameters)[3:]
+        own = {option: value for option, value in options.items() if option in known and option not in FORWARDED}
+        unused = {option: value for option, value in unused.items() if option not in own}
+        for option, value in own.items():
+            if not isinstance(value, int | float | str):
+                raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be a number or a text, got "
+                                   f"{value!r}")
+        if "implementation" in known:  # not every drafter runs a model
+            own["implementation"] = implementation
+        if i and "skippable" not in known:
+            raise SpecJAXError(f"{name!r}: {name.split(',')[i]!r} cannot come after another drafter")
+        if i:
+            own["skippable"] = True
+        made.append(module.make(num_speculative_tokens, target, draft if module.DRAFT else None, **own))
+    if unused:
+        known = sorted({option for module in modules for option in list(inspect.signature(module.make).parameters)[3:]
+                        if option not in FORWARDED})
+        raise SpecJAXError(f"drafter {name!r} has no option {min(unused)!r}; it has: {', '.join(known) or 'none'}")
+    return made[0] if len(made) == 1 else importlib.import_module(f"{drafters.__name__}.combined").make(tuple(made))
+
+
+def _modules(name: str):
+    found = name.split(",")
+    for one in found:
+        if one not in names():
+            raise SpecJAXError(f"drafter {one!r} does not exist; there is: none, {', '.join(names())}")
+    if len(set(found)) < len(found):
+        raise SpecJAXError(f"{name!r} has the same drafter twice")
+    return [importlib.import_module(f"{drafters.__name__}.{one}") for one in found]

@@ -9,23 +9,19 @@ import jax.numpy as jnp
 from specjax import kv_cache, llama
 from specjax.config import LlamaConfig
 from specjax.drafters.base import Drafter, chain
-from specjax.errors import SpecJAXError
+
+DRAFT = LlamaConfig
 
 
 @functools.lru_cache
-def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None, *,
+def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig, *,
          implementation: str | None = None) -> Drafter:
     """Drafts with the model `draft`; the params that the loop passes are that model's.
 
     The state is the draft model's own paged cache. Its first pass of a round reads the last *two* committed tokens:
     after a round in which everything was accepted, the last draft has not been read by the draft model yet; otherwise
     the same keys and values are written once more.
-
-    Raises:
-      SpecJAXError: no draft model was named.
     """
-    if draft is None:
-        raise SpecJAXError("the drafter 'draft_model' needs a draft model, and none was given")
     K = num_speculative_tokens
 
     def init(params, prefill):

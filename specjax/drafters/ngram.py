@@ -13,11 +13,12 @@ from specjax.config import LlamaConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.errors import SpecJAXError
 
+DRAFT = None
 MAX_N = 64  # each step of the comparison is compiled on its own
 
 
 @functools.lru_cache
-def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | None = None, *, min_n: int = 2,
+def make(num_speculative_tokens: int, target: LlamaConfig, draft: None = None, *, min_n: int = 2,
          max_n: int = 4) -> Drafter:
     """Looks for the longest suffix of the text, of `min_n` to `max_n` tokens, that occurs earlier in it.
 
@@ -25,13 +26,11 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig | 
     tokens follow it, the text repeats itself with that period, and the guess goes on repeating it.
 
     Raises:
-      SpecJAXError: unless 1 <= min_n <= max_n <= 64; or a draft model was named.
+      SpecJAXError: unless 1 <= min_n <= max_n <= 64.
     """
     if not 1 <= min_n <= max_n <= MAX_N:
         raise SpecJAXError(f"the drafter 'ngram' needs 1 <= min_n <= max_n <= {MAX_N}, "
                            f"got min_n={min_n} and max_n={max_n}")
-    if draft is not None:
-        raise SpecJAXError("the drafter 'ngram' uses no draft model, but one was given")
 
     def propose(params, state, context, draw):
         del params, draw

@@ -1,0 +1,250 @@
+"""specjax train: a drafter of your own for a target: an EAGLE head, or a small draft model."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from rich import progress as progress_lib
+from rich.console import Console
+from rich.table import Table
+
+from specjax import checkpoint, files, generation, heads, llama, plan, sharding
+from specjax.checkpoints_convert import table
+from specjax.cli import common, jsonl
+from specjax.errors import SpecJAXError
+from specjax.train import curves, data, evaluate, init_head, self_generate, trainer
+from specjax.train.evaluate import Score
+from specjax.train.objective import DISTANCES, Objective
+from specjax.train.trainer import TrainConfig
+
+FLAGS = flags.FLAGS
+LOG_EVERY = 50  # steps, where there is no progress bar
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}  # but "steps", which has none
+
+
+def define_flags() -> None:
+    """Defines the flags of `specjax train`."""
+    flags.DEFINE_string("target", None, "The model to draft for: a checkpoint or a Hugging Face folder.", required=True)
+    flags.DEFINE_enum("drafter", "eagle", ["eagle", "draft_model"], "What to train.")
+    flags.DEFINE_string("output", None, "Folder of the run. One that was interrupted goes on, with the same flags.",
+                        required=True)
+    flags.DEFINE_list("data", [], "Texts (.txt, .jsonl), or folders of rows that a run has generated itself.")
+    flags.DEFINE_list("held_out", [], "The same, for evaluation only.")
+    flags.DEFINE_string("self_generate", None, "JSONL file of prompts, perhaps with a 'domain' each: train on the "
+                        "target's own continuations, which are kept in OUTPUT/rows.")
+    flags.DEFINE_integer("num_slots", 256, "Tokens of a row: prompt and continuation.")
+    flags.DEFINE_integer("generate_batch_size", 64, "Prompts to continue at a time.")
+    flags.DEFINE_list("temperatures", ["0", "0", "0.7", "1", "1"], "Of the continuations, in turn.")
+    flags.DEFINE_bool("stop_at_eos", False, "End a continuation at an end of sequence. Otherwise the target goes on, "
+                      "as chat models do with another question, and no row is idle.")
+    flags.DEFINE_bool("only_generate", False, "Stop when the rows of --self_generate are there.")
+    flags.DEFINE_string("draft", None, "Begin with this head or draft model. By default a head begins with the "
+                        "target's last layer.")
+    flags.DEFINE_string("draft_config", None, "For a draft model without --draft: a folder with its config.json.")
+    flags.DEFINE_list("taps", [], "Target layers that a head reads: three for EAGLE-3 (the default), the last for "
+                      "EAGLE-1.")
+    flags.DEFINE_integer("num_draft_tokens", None, "How many tokens a head can guess: those that the rows have most "
+                         "often; by default all.")
+    flags.DEFINE_enum("loss", "kl", list(DISTANCES), "Divergence, or total variation.")
+    flags.DEFINE_integer("num_steps", 3, "For how many tokens in a row a head is fed its own features.")
+    flags.DEFINE_integer("steps", None, "Updates of the parameters.", required=True)
+    for name in ("batch_size", "accumulate", "warmup", "eval_every", "save_every", "patience", "seed"):
+        flags.DEFINE_integer(name, DEFAULTS[name], "See specjax.train.trainer.TrainConfig.")
+    for name in ("learning_rate", "weight_decay", "clip", "unroll_from", "prompt_weight"):
+        flags.DEFINE_float(name, DEFAULTS[name], "See specjax.train.trainer.TrainConfig.")
+    flags.DEFINE_float("max_minutes", None, "End after this time; the same command goes on.")
+    flags.DEFINE_enum("dtype", None, list(table.DTYPES), "dtype to compute in; by default float32 on CPU, else that of "
+                      "the target. What is trained is float32.")
+    common.define_mesh_flags()
+    flags.adopt_module_key_flags(common)
+
+
+def main(argv: list[str]) -> None:
+    """Runs the training that the flags ask for."""
+    del argv
+    cfg = TrainConfig(**{name: getattr(FLAGS, name) for name in DEFAULTS})
+    output = pathlib.Path(FLAGS.output)
+    opened = checkpoint.open_source(FLAGS.target)
+    prompts = jsonl.read_prompts(FLAGS.self_generate) if FLAGS.self_generate else []
+    if not prompts and not FLAGS.data:
+        raise SpecJAXError("there is nothing to train on: give --data or --self_generate")
+    if opened.tokenizer is None and any(not pathlib.Path(path).is_dir() for path in [*FLAGS.data, *FLAGS.held_out]):
+        raise SpecJAXError(f"{FLAGS.target} has no tokenizer, which texts need")
+    shape = _shape(opened.config)
+    rows, held_out = (_open(paths, opened.tokenizer) for paths in (FLAGS.data, FLAGS.held_out))
+    mesh = common.make_mesh()
+    identity = {"target": FLAGS.target, "drafter": FLAGS.drafter, "shape": dataclasses.asdict(shape),
+                "loss": FLAGS.loss, "num_steps": FLAGS.num_steps}
+    trainer.check_folder(output / "run", identity | dataclasses.asdict(cfg))  # as training itself will, and more
+    output.mkdir(parents=True, exist_ok=True)
+
+    target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
+    objective = Objective(target.config, shape, FLAGS.loss, FLAGS.num_steps, dtype=target.params["embed_VD"].dtype,
+                          mesh=mesh)
+    if prompts:
+        rows += _continue(target, prompts, output / "rows", objective.taps)
+        if FLAGS.only_generate:
+            return
+    rows = data.Dataset(tuple(rows))
+    params, draft_ids_U = _initial(objective, target, rows)
+    evaluation = evaluate.Evaluation(objective, target.params, data.Dataset(tuple(held_out))) if held_out else None
+    console = Console()
+    bar = progress_lib.Progress(*progress_lib.Progress.get_default_columns(), "{task.fields[figures]}",
+                                console=console, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("training", total=cfg.steps, figures="")
+        result = trainer.train(
+            objective, cfg, output / "run", params, target.params, draft_ids_U, rows, evaluation,
+            identity | {"rows": len(rows), "tokens": rows.num_tokens},
+            on_record=_Reporter(bar, task), max_seconds=None if FLAGS.max_minutes is None else 60 * FLAGS.max_minutes)
+    if FLAGS.max_minutes is not None and result.history[-1]["step"] < cfg.steps:
+        print(f"step {result.history[-1]['step']} of {cfg.steps}: the same command goes on")
+    _write(output, objective, target, result, draft_ids_U)
+    if result.scores:
+        console.print(score_table(result.scores))
+
+
+def _shape(target):
+    """Configuration of what is to be trained."""
+    if FLAGS.drafter == "draft_model":
+        if FLAGS.taps or FLAGS.num_draft_tokens is not None:
+            raise SpecJAXError("--taps and --num_draft_tokens are for heads")
+        if (FLAGS.draft is None) == (FLAGS.draft_config is None):
+            raise SpecJAXError("a draft model begins with either --draft or --draft_config")
+        cfg = checkpoint.open_source(FLAGS.draft).config if FLAGS.draft else plan.read_model_config(FLAGS.draft_config)
+        if cfg.vocab_size != target.vocab_size:
+            raise SpecJAXError(f"the draft model has {cfg.vocab_size} tokens, the target {target.vocab_size}")
+        return cfg
+    if FLAGS.draft_config:
+        raise SpecJAXError("--draft_config is for draft models")
+    if FLAGS.draft:
+        if FLAGS.taps or FLAGS.num_draft_tokens is not None:
+            raise SpecJAXError("--taps and --num_draft_tokens are those of the head that --draft names")
+        return heads.check(FLAGS.draft, target)
+    try:
+        taps = tuple(map(int, FLAGS.taps))
+    except ValueError:
+        raise SpecJAXError(f"--taps must be numbers of layers, got {','.join(FLAGS.taps)}") from None
+    return init_head.config(target, taps, FLAGS.num_draft_tokens)
+
+
+def _open(paths: list[str], tokenizer) -> list[data.Rows]:
+    """Rows of folders and files."""
+    folders = [pathlib.Path(path) for path in paths if pathlib.Path(path).is_dir()]
+    texts = [path for path in paths if not pathlib.Path(path).is_dir()]
+    rows = []
+    for folder in folders:
+        shards = sorted(folder.glob("*.safetensors"))
+        if not shards:
+            raise SpecJAXError(f"{folder} has no rows (*.safetensors)")
+        rows += map(data.read_shard, shards)
+    return rows + ([data.read_texts(texts, tokenizer, FLAGS.num_slots)] if texts else [])
+
+
+def _continue(target: checkpoint.Model, prompts: list[dict], folder: pathlib.Path, taps: tuple[int, ...]):
+    """The target's continuations of prompts."""
+    ids = [generation.encode(target, row["prompt"], f"{FLAGS.self_generate}, prompt {i}")
+           for i, row in enumerate(prompts, 1)]
+    fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= FLAGS.num_slots // 2]
+    if len(fitting) < len(ids):
+        print(f"{len(ids) - len(fitting)} of {len(ids)} prompts are longer than half a row "
+              f"({FLAGS.num_slots // 2} tokens) and are left out")
+    if not fitting:
+        raise SpecJAXError(f"{FLAGS.self_generate}: no prompt fits into half of --num_slots={FLAGS.num_slots}")
+    console = Console()
+    with progress_lib.Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("generating", total=None)
+        self_generate.self_generate(
+            target, [ids[i] for i in fitting], [prompts[i].get("domain", "") for i in fitting], folder,
+            num_slots=FLAGS.num_slots, batch_size=FLAGS.generate_batch_size,
+            temperatures=[float(x) for x in FLAGS.temperatures], seed=FLAGS.seed, taps=taps,
+            eos_ids=None if FLAGS.stop_at_eos else (),
+            on_shard=lambda done, total: bar.update(task, completed=done, total=total))
+    return list(map(data.read_shard, sorted(folder.glob("*.safetensors"))))
+
+
+def _initial(objective: Objective, target: checkpoint.Model, rows: data.Dataset):
+    """Parameters to begin with, and the tokens that can be guessed."""
+    rng = jax.random.key(FLAGS.seed)
+    if not objective.is_head:
+        if FLAGS.draft:
+            return checkpoint.load(FLAGS.draft, dtype="float32", mesh=target.mesh, role="draft").params, None
+        return _placed(llama.init(rng, objective.drafter), target), None
+    if FLAGS.draft:
+        _, params, draft_ids_U = heads.read(FLAGS.draft)
+        return _placed(jax.tree.map(lambda x: x.astype(jnp.float32), params), target), draft_ids_U
+    draft_ids_U = None
+    if FLAGS.num_draft_tokens is not None:
+        most = np.argsort(-data.token_counts(rows, target.config.vocab_size), kind="stable")[: FLAGS.num_draft_tokens]
+        draft_ids_U = jnp.asarray(np.sort(most), jnp.int32)
+    few = rows.batch(range(min(len(rows), 2 * sharding.num_parts(target.mesh))), objective.taps, 1.0)
+    last_BSD = objective.features(target.params, few)[objective.taps.index(objective.drafter.taps[-1])]
+    weight_BS = few.weight_BS > 0
+    size = float(jnp.sqrt((jnp.where(weight_BS[..., None], last_BSD, 0) ** 2).sum() / weight_BS.sum()
+                          / last_BSD.shape[-1]))  # fmt: skip
+    params = init_head.initial_params(objective.drafter, target.params, rng, size)
+    return _placed(params, target), draft_ids_U
+
+
+def _placed(params, target: checkpoint.Model):
+    """Parameters on the devices of the target's mesh, split like a draft's."""
+    return jax.device_put(params, sharding.shardings(params, target.mesh, "draft")) if target.mesh else params
+
+
+class _Reporter:
+    """Shows the progress of training: the loss, tokens per second and what is accepted on held-out rows."""
+
+    def __init__(self, bar: progress_lib.Progress, task):
+        self._bar, self._task = bar, task
+        self._seen, self._held_out = [], ""
+
+    def __call__(self, record: dict) -> None:
+        if "held_out" in record:
+            means = evaluate.summary([Score(**score) for score in record["held_out"]])
+            self._held_out = "held out: " + " ".join(f"{mean:.2f}" for mean in means)
+            self._show(f"step {record['step']}: {self._held_out}")
+            return
+        self._seen = [*self._seen[-20:], record]
+        first, seconds = self._seen[0], record["seconds"] - self._seen[0]["seconds"]
+        rate = sum(other["tokens"] for other in self._seen[1:]) / seconds if seconds > 0 else 0
+        loss = np.mean([other["loss"] for other in self._seen])
+        figures = f"loss {loss:.3f}  {rate:,.0f} tokens/s  {self._held_out}"
+        self._bar.update(self._task, completed=record["step"], figures=figures)
+        if record["step"] % LOG_EVERY == 0 and first is not record:
+            self._show(f"step {record['step']}: {figures}")
+
+    def _show(self, line: str) -> None:
+        if self._bar.disable:  # no terminal: a line now and then
+            print(line, flush=True)
+
+
+def _write(output: pathlib.Path, objective: Objective, target: checkpoint.Model, result: trainer.Result, draft_ids_U):
+    """The drafter, its scores and the curves; those of an earlier end of the same run are replaced."""
+    curves.draw(result.history, output / "curves.png")
+    scores = [dataclasses.asdict(score) for score in result.scores]
+    files.write_json(output / "evaluation.json", {"step": result.step, "scores": scores,
+                                                  **common.provenance(__name__)})
+    folder = output / "drafter"
+    shutil.rmtree(folder, ignore_errors=True)
+    if objective.is_head:
+        heads.save(folder, objective.drafter, result.params, draft_ids_U)
+    else:
+        checkpoint.save(folder, dataclasses.replace(target, config=objective.drafter, params=result.params))
+    print(f"wrote {folder}, the drafter as it was at step {result.step}")
+
+
+def score_table(scores: list[Score]) -> Table:
+    """Acceptance by draft position."""
+    table = Table(title="Accepted on held-out rows, by draft position", title_justify="left", show_edge=False)
+    for column in ("temperature", "domain", "text", "places", *map(str, range(1, 1 + len(scores[0].by_position)))):
+        table.add_column(column, justify="left" if column in ("domain", "text") else "right")
+    for score in scores:
+        table.add_row(str(score.temperature), score.domain, score.text, f"{score.places:,}",
+                      *(common.number(rate) for rate in score.by_position))
+    return table

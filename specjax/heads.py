@@ -1,0 +1,132 @@
+"""Heads for the drafter "eagle" on disk: a folder with config.json and head.safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import safetensors.flax
+from jax.sharding import Mesh
+
+from specjax import files, sharding
+from specjax.checkpoint import Model
+from specjax.config import LlamaConfig
+from specjax.drafters import eagle
+from specjax.drafters.eagle import HeadConfig
+from specjax.errors import SpecJAXError
+
+FORMAT = "specjax_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A head in memory, beside its target.
+
+    Attributes:
+      config: its shape.
+      params: for the drafter, see `eagle.for_decoding`.
+      path: where it was loaded from.
+      mesh: the target's.
+    """
+
+    config: HeadConfig
+    params: Any
+    path: str
+    mesh: Mesh | None
+
+
+def save(folder: str | os.PathLike, cfg: HeadConfig, params, draft_ids_U: jax.Array | None, dtype=jnp.bfloat16) -> None:
+    """Writes a folder, which appears whole or not at all.
+
+    Args:
+      folder: must not exist.
+      cfg: shape of the head.
+      params: see `eagle.abstract_params`.
+      draft_ids_U: the tokens that it can guess, None for all.
+      dtype: to store them in.
+    """
+    arrays = {name: x.astype(dtype) for name, x in _named(params)}
+    if draft_ids_U is not None:
+        arrays["draft_ids_U"] = jnp.asarray(draft_ids_U, jnp.int32)
+    with files.new_folder(folder) as path:
+        files.write_json(path / "config.json", {"format": FORMAT, **dataclasses.asdict(cfg)})
+        with files.writing():
+            safetensors.flax.save_file(arrays, path / "head.safetensors")
+
+
+def load(path: str | os.PathLike, target: Model) -> Head:
+    """Loads a head for a target, in the dtype of its parameters and on its mesh.
+
+    Args:
+      path: a folder that `save` has written.
+      target: the model that it drafts for.
+
+    Raises:
+      SpecJAXError: for files that cannot be read, or a head for another target, naming what differs.
+    """
+    cfg = check(path, target.config, target.mesh)
+    _, params, draft_ids_U = read(path)
+    dtype = target.params["embed_VD"].dtype
+    params = eagle.for_decoding(jax.tree.map(lambda x: x.astype(dtype), params), draft_ids_U, target.params)
+    if target.mesh is not None:
+        params = jax.device_put(params, sharding.shardings(params, target.mesh, "draft"))
+    return Head(cfg, params, str(path), target.mesh)
+
+
+def read(path: str | os.PathLike) -> tuple[HeadConfig, Any, jax.Array | None]:
+    """What `save` has written: configuration, parameters in the stored dtype, and the tokens that can be guessed.
+
+    Raises:
+      SpecJAXError: for files that cannot be read, naming the tensor at fault.
+    """
+    folder = pathlib.Path(path)
+    cfg = read_config(folder)
+    shapes = eagle.abstract_params(cfg)
+    wanted = dict(_named(shapes))
+    if cfg.num_draft_tokens is not None:
+        wanted["draft_ids_U"] = jax.ShapeDtypeStruct((cfg.num_draft_tokens,), jnp.int32)
+    with files.parsing(folder / "head.safetensors"):
+        arrays = safetensors.flax.load_file(folder / "head.safetensors")
+    for name in sorted(wanted.keys() ^ arrays.keys()):
+        raise SpecJAXError(f"{folder}: tensor {name!r} is {'missing' if name in wanted else 'not one of a head'}")
+    for name, x in arrays.items():
+        if x.shape != wanted[name].shape:
+            raise SpecJAXError(f"{folder}: tensor {name!r} has the shape {x.shape}, and must have {wanted[name].shape}")
+    draft_ids_U = arrays.pop("draft_ids_U", None)
+    if draft_ids_U is not None and not ((draft_ids_U >= 0) & (draft_ids_U < cfg.layer.vocab_size)).all():
+        raise SpecJAXError(f"{folder}: 'draft_ids_U' has ids that are no tokens")
+    params = jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name, _ in _named(shapes)])
+    return cfg, params, draft_ids_U
+
+
+def check(path: str | os.PathLike, target: LlamaConfig, mesh: Mesh | None = None) -> HeadConfig:
+    """The shape of the head at `path`, see `load`, by its header. Raises SpecJAXError where it is not for the target or
+    the mesh."""
+    cfg = read_config(pathlib.Path(path))
+    try:
+        cfg.check(target)
+        sharding.check(cfg.layer, sharding.degree(mesh, "draft"), "head")
+    except SpecJAXError as error:
+        raise SpecJAXError(f"{path}: {error}") from error
+    return cfg
+
+
+def read_config(folder: pathlib.Path) -> HeadConfig:
+    """The shape of a head. Raises SpecJAXError for a folder that has none."""
+    if not (folder / "config.json").exists():
+        raise SpecJAXError(f"{folder}: no config.json: not the folder of a head")
+    fields = files.read_json(folder / "config.json")
+    if fields.pop("format", None) != FORMAT:
+        raise SpecJAXError(f"{folder} is not the folder of a head (one that specjax train wrote)")
+    with files.parsing(folder / "config.json"):
+        return HeadConfig(LlamaConfig.from_dict(fields.pop("layer")), tuple(fields.pop("taps")), **fields)
+
+
+def _named(params) -> list[tuple[str, Any]]:
+    """Parameters with names like "layers.0.attention.qkv_KGHD", in the order of the tree's leaves."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return [(".".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path), x) for path, x in leaves]

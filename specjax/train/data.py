@@ -1,0 +1,194 @@
+"""Rows of tokens to train on, perhaps with what the target's layers said to them, in shards on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from specjax import files
+from specjax.errors import SpecJAXError
+from specjax.tokenizer import Tokenizer
+from specjax.train.objective import Batch
+
+SKIPPED = 8  # tokens at the start of a row
+TAP_DTYPE = np.float16
+TAP_LIMIT = 65000.0  # residual streams are clipped to what float16 can hold
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """R texts of at most S tokens each.
+
+    Attributes:
+      tokens_RS: int32, filled up with 0 on the right.
+      length_R: int32, tokens of each text.
+      start_R: int32, tokens of its prompt: those behind it are what a drafter will have to guess.
+      temperature_R: float32, at which the text was drawn from the target; NaN where it was not.
+      domains: for each text, what kind it is; "" where nobody said.
+      taps: target layer -> its residual stream at each token but the last, float16 `[R, S, D]`; empty where the target
+        has to be asked.
+    """
+
+    tokens_RS: np.ndarray
+    length_R: np.ndarray
+    start_R: np.ndarray
+    temperature_R: np.ndarray
+    domains: Sequence[str]
+    taps: dict[int, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.length_R)
+
+
+def write_shard(path: pathlib.Path, rows: Rows) -> None:
+    """Writes rows as a safetensors file, which appears when it is complete."""
+    arrays = {name: getattr(rows, name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")}
+    arrays |= {f"taps_{layer}_RSD": np.ascontiguousarray(tap) for layer, tap in rows.taps.items()}
+    partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
+    try:
+        safetensors.numpy.save_file(arrays, partial, metadata={"domains": json.dumps(list(rows.domains))})
+        partial.rename(path)
+    except Exception as error:  # safetensors has its own
+        partial.unlink(missing_ok=True)
+        raise SpecJAXError(f"cannot write {path}: {error}") from error
+
+
+def read_shard(path: pathlib.Path) -> Rows:
+    """Reverses `write_shard`; taps stay on disk until rows of them are asked for.
+
+    Raises:
+      SpecJAXError: a file that is something else.
+    """
+    with files.parsing(path):
+        file = safetensors.safe_open(path, framework="numpy")
+        names = set(file.keys())
+        arrays = [file.get_tensor(name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")]
+        taps = {int(name.split("_")[1]): _Slice(file.get_slice(name)) for name in sorted(names) if "taps" in name}
+        return Rows(*arrays, json.loads(file.metadata()["domains"]), taps)
+
+
+class _Slice:
+    """Rows of an array in a file."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self._rows[row : row + 1][0]
+
+
+def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slots: int) -> Rows:
+    """Rows from text files and JSONL files.
+
+    A text file is cut into pieces of `num_slots` tokens. A line of a JSONL file is a text: a string, or an object with
+    "text", with "prompt" and "completion", or with "messages" (a chat); and perhaps a "domain". Of a prompt or a chat
+    the last message is what is to be guessed. What is longer than `num_slots` tokens is cut off.
+
+    Raises:
+      SpecJAXError: a file that cannot be read, a line (by its number) that is none of these, or no text at all.
+    """
+    rows: list[tuple[list[int], int, str]] = []
+    for path in map(pathlib.Path, paths):
+        text = files.read_text(path)
+        if path.suffix != ".jsonl":
+            ids = tokenizer.encode(text)
+            rows += [(ids[i : i + num_slots], 1, "") for i in range(0, len(ids), num_slots)]
+            continue
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                rows.append(_row(line, f"{path}, line {number}", tokenizer, num_slots))
+    rows = [row for row in rows if len(row[0]) > 2]
+    if not rows:
+        raise SpecJAXError(f"there is no text to train on in {', '.join(map(str, paths)) or 'no files'}")
+    tokens_RS = np.zeros((len(rows), num_slots), np.int32)
+    for i, (ids, _, _) in enumerate(rows):
+        tokens_RS[i, : len(ids)] = ids
+    length_R = np.array([len(ids) for ids, _, _ in rows], np.int32)
+    start_R = np.array([start for _, start, _ in rows], np.int32)
+    return Rows(tokens_RS, length_R, start_R, np.full(len(rows), np.nan, np.float32), [row[2] for row in rows], {})
+
+
+def _row(line: str, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[list[int], int, str]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SpecJAXError(f"{where}: not JSON: {error}") from error
+    fields = {"text": fields} if isinstance(fields, str) else fields
+    kinds = [kind for kind in ("text", "prompt", "messages") if isinstance(fields, dict) and kind in fields]
+    if len(kinds) != 1:
+        raise SpecJAXError(f"{where}: must be a string, or an object with one of 'text', 'prompt' and 'messages'")
+    domain = fields.get("domain", "")
+    with files.parsing(where):
+        if kinds == ["messages"]:
+            prompt = fields["messages"][:-1]
+            start = len(tokenizer.apply_chat_template(prompt)) if prompt else 1
+            ids = tokenizer.apply_chat_template(fields["messages"], add_generation_prompt=False)
+        else:
+            first, rest = fields.get("text", fields.get("prompt")), fields.get("completion", "")
+            if not all(isinstance(text, str) for text in (first, rest, domain)):
+                raise SpecJAXError(f"{where}: texts and the domain must be strings")
+            ids = tokenizer.encode(first)
+            start = len(ids) if rest else 1
+            ids = ids + tokenizer.encode(rest, add_special_tokens=False) if rest else ids
+    return ids[:num_slots], min(start, num_slots), domain
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Rows of several shards, in one order.
+
+    Attributes:
+      shards: their rows; all have the same S.
+    """
+
+    shards: tuple[Rows, ...]
+
+    def __post_init__(self):
+        widths = {rows.tokens_RS.shape[1] for rows in self.shards}
+        if len(widths) > 1:
+            widths = ", ".join(map(str, sorted(widths)))
+            raise SpecJAXError(f"rows of different lengths cannot be mixed: {widths} slots")
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, those of prompts included."""
+        return int(sum(rows.length_R.sum() for rows in self.shards))
+
+    def fields(self, name: str) -> np.ndarray:
+        """One of the arrays of all rows, or the domains."""
+        return np.concatenate([np.asarray(getattr(rows, name)) for rows in self.shards])
+
+    def batch(self, indices: Sequence[int], taps: tuple[int, ...], prompt_weight: float) -> Batch:
+        """Some rows, with the residual streams if they were kept. The first tokens of a row do not count: nobody could
+        guess them."""
+        starts = np.cumsum([0, *map(len, self.shards)])
+        shards = np.searchsorted(starts, indices, side="right") - 1
+        places = [(int(s), int(i - starts[s])) for s, i in zip(shards, indices, strict=True)]
+        take = lambda name: np.stack([getattr(self.shards[s], name)[r] for s, r in places])  # noqa: E731
+        tokens_BS, length_B, start_B = take("tokens_RS"), take("length_R"), take("start_R")
+        position_S = np.arange(tokens_BS.shape[1])
+        weight_BS = np.where(position_S < start_B[:, None], prompt_weight, 1.0) * (position_S < length_B[:, None])
+        weight_BS[:, :SKIPPED] = 0
+        kept = all(set(taps) <= set(self.shards[s].taps) for s, _ in places)
+        found = tuple(np.stack([self.shards[s].taps[tap][r] for s, r in places]) for tap in taps) if kept else ()
+        return Batch(tokens_BS, weight_BS.astype(np.float32), found)
+
+
+def token_counts(dataset: Dataset, vocab_size: int) -> np.ndarray:
+    """How often each token is said in the rows, prompts left out: what a reduced vocabulary is chosen by."""
+    counts_V = np.zeros(vocab_size, np.int64)
+    for rows in dataset.shards:
+        position_S = np.arange(rows.tokens_RS.shape[1])
+        said_RS = (position_S >= rows.start_R[:, None]) & (position_S < rows.length_R[:, None])
+        counts_V += np.bincount(rows.tokens_RS[said_RS], minlength=vocab_size)
+    return counts_V

@@ -1,0 +1,155 @@
+"""How often a drafter would be right: acceptance on held-out rows, by temperature, kind of text and draft position."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import llama
+from specjax.train.data import Dataset
+from specjax.train.objective import Batch, Objective
+
+LOOP = 8  # a place is in a loop where the last so many tokens have stood in the same row before
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Acceptance over some places.
+
+    Attributes:
+      temperature: 0, the share of places where the most likely tokens agree; or 1, the mean of sum(min(p, q)).
+      domain: kind of text; "all" is the mean over the domains, each counting alike.
+      text: "all", "loops" (see `LOOP`) or "no loops".
+      by_position: for draft positions 1, 2, ..., given that the drafts before were the text itself.
+      places: how many there were for position 1.
+    """
+
+    temperature: int
+    domain: str
+    text: str
+    by_position: tuple[float, ...]
+    places: int
+
+
+class Evaluation:
+    """Held-out rows, and what the target says about them, worked out once.
+
+    Greedy acceptance is measured on rows that were drawn at temperature 0, that at temperature 1 on rows that were
+    drawn at 1; on text that the target has not written, both.
+
+    Args:
+      objective: which drafter it is, of which target.
+      target_params: of the target.
+      rows: held-out rows.
+      num_positions: draft positions to look at.
+      batch_size: rows at a time.
+    """
+
+    def __init__(self, objective: Objective, target_params, rows: Dataset, *, num_positions: int = 5,
+                 batch_size: int = 4):
+        self.objective = dataclasses.replace(objective, num_steps=num_positions if objective.is_head else 1)
+        self.target_params, self.rows, self.batch_size = target_params, rows, batch_size
+        self._teacher = [_teacher(objective, target_params, self._batch(i)) for i in self._starts()]
+        tokens_RS, length_R, start_R = map(rows.fields, ("tokens_RS", "length_R", "start_R"))
+        position_S = np.arange(tokens_RS.shape[1])
+        self._said_RS = (position_S >= start_R[:, None]) & (position_S < length_R[:, None])
+        self._loop_RS = np.stack([_in_loop(row) for row in tokens_RS])
+        self._temperature_R, self._domain_R = rows.fields("temperature_R"), rows.fields("domains")
+
+    def _starts(self):
+        return range(0, len(self.rows), self.batch_size)
+
+    def _batch(self, start: int) -> Batch:
+        # The last batch is filled up with row 0, so that all have one shape.
+        indices = [i if i < len(self.rows) else 0 for i in range(start, start + self.batch_size)]
+        return self.rows.batch(indices, self.objective.taps, prompt_weight=1.0)
+
+    def __call__(self, params, draft_ids_U) -> list[Score]:
+        """Scores of a drafter with these parameters."""
+        parts = [_agreement(self.objective, params, self.target_params, draft_ids_U, self._batch(start), *teacher)
+                 for start, teacher in zip(self._starts(), self._teacher, strict=True)]
+        agree_IRN = [np.concatenate([np.asarray(part[kind]) for part in parts], axis=1)[:, : len(self.rows)]
+                     for kind in range(2)]
+        return [score for temperature in (0, 1) for score in self._scores(temperature, agree_IRN[temperature])]
+
+    def _scores(self, temperature: int, agree_IRN) -> list[Score]:
+        I, _, N = agree_IRN.shape
+        first = 2 if self.objective.is_head else 1  # the token that place 0 guesses
+        said, loop = self._said_RS[:, first : first + N], self._loop_RS[:, first : first + N]
+        drawn_R = (self._temperature_R == temperature) | np.isnan(self._temperature_R)
+        scores = []
+        for text, among in (("all", said), ("loops", said & loop), ("no loops", said & ~loop)):
+            domains = []
+            for domain in sorted(set(self._domain_R)):
+                chosen = among & (drawn_R & (self._domain_R == domain))[:, None]
+                # Of a chain all guesses must be of tokens that there are.
+                masks = [chosen & np.pad(self._said_RS, ((0, 0), (0, I)))[:, first + i : first + i + N]
+                         for i in range(I)]
+                if masks[0].any():
+                    rates = tuple(float(agree_IRN[i][masks[i]].mean()) if masks[i].any() else np.nan for i in range(I))
+                    domains.append(Score(temperature, domain, text, rates, int(masks[0].sum())))
+            if domains:
+                mean = tuple(float(x) for x in np.mean([score.by_position for score in domains], axis=0))
+                scores += [*domains, Score(temperature, "all", text, mean, sum(score.places for score in domains))]
+        return scores
+
+
+def summary(scores: list[Score]) -> tuple[float, ...]:
+    """By draft position, the mean over temperatures 0 and 1 of what is accepted in all text: one number to compare
+    drafters by is its first."""
+    means = [score.by_position for score in scores if score.domain == "all" and score.text == "all"]
+    return tuple(float(x) for x in np.mean(means, axis=0))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _teacher(objective: Objective, target_params, batch: Batch):
+    """The target's hidden states, its most likely token and the log-sum-exp of its logits, at every place."""
+    final_BSD = objective.features(target_params, batch)[-1]
+    hidden_BSD = llama.rms_norm(final_BSD, target_params["final_norm_D"], objective.target.rms_norm_eps)
+
+    def row(h_SD):
+        logits_SV = llama.logits(target_params, h_SD[None])[0]
+        return logits_SV.argmax(-1), jax.nn.logsumexp(logits_SV, axis=-1)
+
+    return hidden_BSD, *jax.lax.map(row, hidden_BSD)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, batch: Batch, hidden_BSD, likeliest_BS,
+               logsumexp_BS):
+    """For each draft position whether the most likely tokens agree, and sum(min(p, q)) over the whole vocabulary."""
+    params = jax.tree.map(lambda x: x.astype(objective.dtype), params)
+    taps = objective.features(target_params, batch)
+    rows_UD = objective.output_rows(target_params, draft_ids_U)
+    results = []
+    steps = objective.student(params, target_params, draft_ids_U, batch, taps, objective.num_steps)
+    for i, (h_BND, head_UD) in enumerate(steps):
+        first, N = (1 + i if objective.is_head else 0), h_BND.shape[1]
+
+        def row(x, head_UD=head_UD):
+            h_ND, teacher_ND, likeliest_N, logsumexp_N = x
+            q_NU = (h_ND @ head_UD.T).astype(jnp.float32)
+            p_NU = jnp.exp((teacher_ND @ rows_UD.T).astype(jnp.float32) - logsumexp_N[:, None])
+            guess_N = q_NU.argmax(-1)
+            guess_N = guess_N if draft_ids_U is None else draft_ids_U[guess_N]
+            return guess_N == likeliest_N, jnp.minimum(p_NU, jax.nn.softmax(q_NU)).sum(-1)
+
+        window = [x[:, first : first + N] for x in (hidden_BSD, likeliest_BS, logsumexp_BS)]
+        results.append(jax.lax.map(row, (h_BND, *window)))
+    return tuple(jnp.stack([result[kind] for result in results]) for kind in range(2))
+
+
+def _in_loop(row_S: np.ndarray) -> np.ndarray:
+    """Whether the LOOP tokens before each token have stood in the row before."""
+    seen, result = set(), np.zeros(len(row_S), bool)
+    ids = row_S.tolist()
+    for i in range(LOOP, len(ids)):
+        gram = tuple(ids[i - LOOP : i])
+        result[i] = gram in seen
+        seen.add(gram)
+    return result

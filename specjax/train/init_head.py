@@ -1,0 +1,53 @@
+"""A head to begin with: its decoder layer and final norm are the target's last."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import LlamaConfig
+from specjax.drafters.eagle import HeadConfig
+
+
+def config(target: LlamaConfig, taps: tuple[int, ...] = (), num_draft_tokens: int | None = None) -> HeadConfig:
+    """A head whose decoder layer has the shape of the target's.
+
+    Args:
+      target: the model that it drafts for.
+      taps: layers that it reads; by default the third, the middle one and the fourth from the end, as EAGLE-3 does, or
+        of a target with fewer than six layers the last.
+      num_draft_tokens: how many tokens it can guess, None for all.
+    """
+    L = target.num_layers
+    taps = taps or ((2, L // 2 - 1, L - 4) if L >= 6 else (L - 1,))
+    return HeadConfig(dataclasses.replace(target, num_layers=1, tie_word_embeddings=True), taps, L, num_draft_tokens)
+
+
+def initial_params(cfg: HeadConfig, target_params, rng: jax.Array, residual_size: float = 1.0) -> dict:
+    """float32 parameters of a head that passes its last tap on to a copy of the target's last layer.
+
+    Args:
+      cfg: the head; its layer has the shape of the target's.
+      target_params: the target's.
+      rng: key of what is random.
+      residual_size: root mean square of the target's residual stream after the last tap, which is what its last layer
+        expects; norms make everything about 1 in size.
+    """
+    D, n = cfg.layer.hidden_size, len(cfg.taps)
+    noise = lambda key, width: jax.random.normal(key, (D, width), jnp.float32)  # noqa: E731
+    fuse_key, join_key = jax.random.split(rng)
+    copy = lambda x: jnp.array(x, jnp.float32)  # noqa: E731  a copy of its own: training gives its buffer away
+    eye_DD = np.eye(D, dtype=np.float32)
+    params = {
+        "tap_norms_ID": jnp.ones((n, D)), "embed_norm_D": jnp.ones(D), "feature_norm_D": jnp.ones(D),
+        "join_DI": residual_size * jnp.concatenate([0.5 * D**-0.5 * noise(join_key, D), eye_DD], axis=1),
+        "layers": [jax.tree.map(copy, target_params["layers"][-1])],
+        "final_norm_D": copy(target_params["final_norm_D"]),
+    }  # fmt: skip
+    if n > 1:
+        others = 0.2 * ((n - 1) * D) ** -0.5 * noise(fuse_key, (n - 1) * D)
+        params["fuse_DI"] = jnp.concatenate([others, eye_DD], axis=1)
+    return params

@@ -1,0 +1,235 @@
+"""What training minimises: how far a drafter's laws are from the target's, at every place where it will have to guess.
+
+Target and drafter are compared over the tokens that the drafter can guess, with the target's law renormalised to them:
+the law among them that is accepted most often is that one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import llama, sharding
+from specjax.config import LlamaConfig
+from specjax.drafters import eagle
+from specjax.drafters.eagle import HeadConfig
+from specjax.errors import SpecJAXError
+from specjax.sharding import DATA
+
+CHUNK = 512  # places whose laws are in memory at a time
+MASKED = -1e30
+
+
+class Batch(NamedTuple):
+    """Rows to learn from, see `data.Rows`.
+
+    Attributes:
+      tokens_BS: int32.
+      weight_BS: float32, how much it matters that this token is guessed well; 0 behind the end, and for the first ones.
+      taps: the target's residual streams after the layers that the objective names, `[B, S, D]`; () to ask the target.
+    """
+
+    tokens_BS: jax.Array
+    weight_BS: jax.Array
+    taps: tuple[jax.Array, ...]
+
+
+def kl(p_logits, q_logits):
+    """Kullback-Leibler divergence of p from q, over the last axis."""
+    log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def tv(p_logits, q_logits):
+    """Total variation distance, which is the probability of a rejection, over the last axis."""
+    return 0.5 * jnp.abs(jax.nn.softmax(p_logits) - jax.nn.softmax(q_logits)).sum(-1)
+
+
+DISTANCES: dict[str, Callable] = {"kl": kl, "tv": tv}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is to be learned by which drafter. Hashable: a static argument of `jax.jit`.
+
+    Attributes:
+      target: the model to guess.
+      drafter: configuration of the head, or of the draft model.
+      distance: one of `DISTANCES`.
+      num_steps: for how many tokens in a row a head is fed its own features; 1 for a draft model.
+      decay: weight of each such step in terms of the one before.
+      dtype: of the computation; parameters that are trained are float32.
+      mesh: the devices, None for one.
+    """
+
+    target: LlamaConfig
+    drafter: LlamaConfig | HeadConfig
+    distance: str = "kl"
+    num_steps: int = 3
+    decay: float = 0.9
+    dtype: Any = jnp.float32
+    mesh: jax.sharding.Mesh | None = None
+
+    def __post_init__(self):
+        if self.distance not in DISTANCES:
+            raise SpecJAXError(f"loss must be one of {', '.join(DISTANCES)}, got {self.distance!r}")
+        if self.num_steps < 1:
+            raise SpecJAXError(f"num_steps must be at least 1, got {self.num_steps}")
+
+    @property
+    def is_head(self) -> bool:
+        """Whether a head is trained; otherwise a draft model."""
+        return isinstance(self.drafter, HeadConfig)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that are needed: those that the head reads, and the last, which the target's law needs.
+        """
+        own = self.drafter.taps if self.is_head else ()
+        return tuple(sorted({*own, self.target.num_layers - 1}))
+
+    def weights(self, batch: Batch, num_steps: int) -> jax.Array:
+        """For each step the weight of all places together."""
+        N = batch.tokens_BS.shape[1] - 1 - (num_steps if self.is_head else 0)
+        firsts = range(2, 2 + num_steps) if self.is_head else (1,)  # the tokens that the first places guess
+        return jnp.stack([batch.weight_BS[:, first : first + N].sum() for first in firsts])
+
+    def loss(self, params, target_params, draft_ids_U, batch: Batch, num_steps: int, weights_I=None):
+        """The weighted mean distance, and by step that and the share of drafts that would be accepted.
+
+        Args:
+          params: the drafter's, float32: what gradients are wanted of.
+          target_params: the target's; none are taken of these.
+          draft_ids_U: int32 tokens that the drafter can guess; None for all.
+          batch: the rows.
+          num_steps: at most `self.num_steps` (static).
+          weights_I: what the sums over places are divided by; by default `weights` of this batch.
+        """
+        if weights_I is None:
+            weights_I = self.weights(batch, num_steps)
+        params = jax.tree.map(lambda x: x.astype(self.dtype), params)
+        taps = self.features(target_params, batch)
+        final_BSD = taps[-1]
+        hidden_BSD = llama.rms_norm(final_BSD, target_params["final_norm_D"], self.target.rms_norm_eps)
+        distances, accepted = [], []
+        for i, (h_BND, head_VD) in enumerate(self.student(params, target_params, draft_ids_U, batch, taps, num_steps)):
+            first = 1 + i if self.is_head else 0  # the target's hidden state beside which the student's first one lies
+            N = h_BND.shape[1]
+            weight_BN = batch.weight_BS[:, first + 1 : first + 1 + N] / jnp.maximum(weights_I[i], 1e-6)
+            teacher_UD = self.output_rows(target_params, draft_ids_U)
+            distance_BN, accepted_BN = self.compare(hidden_BSD[:, first : first + N], teacher_UD, h_BND, head_VD)
+            distances.append((distance_BN * weight_BN).sum())
+            accepted.append((accepted_BN * weight_BN).sum())
+        scale = [self.decay**i for i in range(len(distances))]
+        total = sum(s * d for s, d in zip(scale, distances, strict=True))
+        return total, (jnp.stack(distances), jnp.stack(accepted))
+
+    def output_rows(self, target_params, draft_ids_U):
+        """The target's output matrix, or its rows for the tokens that can be guessed."""
+        head_VD = target_params.get("lm_head_VD", target_params["embed_VD"])
+        return head_VD if draft_ids_U is None else head_VD[draft_ids_U]
+
+    def features(self, target_params, batch: Batch) -> tuple[jax.Array, ...]:
+        """The target's residual streams at every token, after `self.taps`."""
+        if batch.taps:
+            return tuple(tap.astype(self.dtype) for tap in batch.taps)
+        return jax.lax.stop_gradient(ask(target_params, self.target, batch.tokens_BS, self.taps, self.mesh))
+
+    def student(self, params, target_params, draft_ids_U, batch: Batch, taps, num_steps: int):
+        """For each step the drafter's hidden states `[B, N, D]`, and the output matrix that they go through."""
+        if not self.is_head:
+            h_BSD = draft_hidden(params, self.drafter, batch.tokens_BS)
+            head_VD = params.get("lm_head_VD", params["embed_VD"])
+            return [(h_BSD[:, :-1], head_VD if draft_ids_U is None else head_VD[draft_ids_U])]
+        own = tuple(taps[self.taps.index(tap)] for tap in self.drafter.taps)
+        rows_UD = self.output_rows(target_params, draft_ids_U)
+        hidden = unrolled(params, self.drafter, self.target, target_params, own, batch.tokens_BS, num_steps)
+        return [(h_BND, rows_UD) for h_BND in hidden]
+
+    def compare(self, p_BND, p_UD, q_BND, q_UD):
+        """Distance and probability of acceptance at each place, without keeping all laws in memory."""
+        B, N, _ = p_BND.shape
+
+        @jax.checkpoint
+        def chunk(hidden):
+            p_logits, q_logits = (jnp.einsum("bd,ud->bu", h_CD, w_UD, preferred_element_type=jnp.float32)
+                                  for h_CD, w_UD in zip(hidden, (p_UD, q_UD), strict=True))
+            return DISTANCES[self.distance](p_logits, q_logits), 1 - tv(p_logits, q_logits)
+
+        size = min(CHUNK, B * N)
+        flat = [jnp.pad(x.reshape(B * N, -1), ((0, -(B * N) % size), (0, 0))).reshape(-1, size, x.shape[-1])
+                for x in (p_BND, q_BND)]
+        return tuple(x.reshape(-1)[: B * N].reshape(B, N) for x in jax.lax.map(chunk, tuple(flat)))
+
+
+def ask(target_params, cfg: LlamaConfig, tokens_BS, taps: tuple[int, ...], mesh=None) -> tuple[jax.Array, ...]:
+    """The target's residual streams at every token of whole rows, after some layers."""
+
+    def run(params, tokens_BS):
+        B, S = tokens_BS.shape
+        cache = llama.init_cache(params, cfg, B, S, S)
+        return llama.prefill(params, cfg, tokens_BS, jnp.full(B, S), cache, S, taps=taps)[1]
+
+    rows = jax.sharding.PartitionSpec(DATA)
+    mapped = sharding.on_mesh(run, mesh, sharding.specs(target_params, "target"), rows,
+                              out_specs=lambda taps: tuple(rows for _ in taps))
+    return mapped(target_params, tokens_BS)
+
+
+def draft_hidden(params, cfg: LlamaConfig, tokens_BS) -> jax.Array:
+    """Hidden states of a model at every token of whole rows, after the final norm; can be differentiated."""
+    rotation = llama.rotary(cfg, jnp.arange(tokens_BS.shape[1])[None])
+
+    def attend(q_BTNH, k_BTKH, v_BTKH):
+        return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True), None
+
+    x_BSD = params["embed_VD"][tokens_BS]
+    for layer in params["layers"]:
+        x_BSD, _ = llama.decoder_layer(layer, cfg, x_BSD, rotation, attend)
+    return llama.rms_norm(x_BSD, params["final_norm_D"], cfg.rms_norm_eps)
+
+
+def unrolled(params, cfg: HeadConfig, target: LlamaConfig, target_params, taps_BSD, tokens_BS, num_steps: int):
+    """A head's hidden states for each of `num_steps` tokens in a row, from every token on.
+
+    Chain j begins at the target's features of token j: step i reads the embedding of token j + 1 + i, and is to guess
+    token j + 2 + i. As in decoding it sees the slots up to j with the target's features, and what it made of its own
+    features in the slots j + 1 ... j + i.
+
+    Returns:
+      For each step `[B, N, D]`, N = S - 1 - num_steps chains.
+    """
+    N = tokens_BS.shape[1] - 1 - num_steps
+    feature_BND = eagle.fuse(params, cfg, tuple(tap[:, :N] for tap in taps_BSD))
+    seen, outputs = [], []  # keys and values of the steps so far
+    for i in range(num_steps):
+
+        def attend(q_BTNH, k_BTKH, v_BTKH):
+            seen.append((k_BTKH, v_BTKH))
+            return _attend(q_BTNH, seen), None
+
+        embed_BND = llama.embed(target_params, target, tokens_BS[:, 1 + i : 1 + i + N])
+        x_BND = eagle.join(params, cfg, feature_BND, embed_BND)
+        rotation = llama.rotary(cfg.layer, i + jnp.arange(N)[None])
+        feature_BND, _ = llama.decoder_layer(params["layers"][0], cfg.layer, x_BND, rotation, attend)
+        outputs.append(eagle.hidden(params, cfg, feature_BND))
+    return outputs
+
+
+def _attend(q_BNQH, seen):
+    """Attention of N chains to the first slots of all chains up to their own, and to their own later ones."""
+    (k_BNKH, v_BNKH), *own = seen
+    B, N, Q, H = q_BNQH.shape
+    q = q_BNQH.reshape(B, N, k_BNKH.shape[2], -1, H)
+    scores = jnp.einsum("bnkgh,bmkh->bkgnm", q, k_BNKH, preferred_element_type=jnp.float32)
+    scores = jnp.where(jnp.tri(N, dtype=bool), scores, MASKED)
+    extra = [jnp.einsum("bnkgh,bnkh->bkgn", q, k, preferred_element_type=jnp.float32)[..., None] for k, _ in own]
+    weights = jax.nn.softmax(jnp.concatenate([scores, *extra], axis=-1) * H**-0.5, axis=-1).astype(q.dtype)
+    out = jnp.einsum("bkgnm,bmkh->bnkgh", weights[..., :N], v_BNKH)
+    for i, (_, v) in enumerate(own):
+        out += jnp.einsum("bkgn,bnkh->bnkgh", weights[..., N + i], v)
+    return out.reshape(B, N, Q, H)

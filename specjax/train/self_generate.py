@@ -1,0 +1,107 @@
+"""Training data from the target itself: its own continuations of prompts, in batches through the decode loop.
+
+A drafter has to guess what the target says, not what people have written. And while the target says it, its residual
+streams, which a head is trained on, come for nothing: a drafter that proposes nothing writes them down.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode, sampling
+from specjax.checkpoint import Model
+from specjax.decode import DecodeConfig
+from specjax.drafters.base import Draft, Drafter
+from specjax.train import data
+from specjax.train.data import Rows
+
+PREFILL_CHUNK = 64
+
+
+@functools.lru_cache
+def recorder(taps: tuple[int, ...]) -> Drafter:
+    """A drafter that proposes nothing, and whose state has the target's residual streams after the layers `taps`.
+
+    State: committed tokens int32 `[B]`, and per layer float16 `[B, S, D]`, of all tokens but the last.
+    """
+
+    def narrow(tap):
+        return jnp.clip(tap, -data.TAP_LIMIT, data.TAP_LIMIT).astype(data.TAP_DTYPE)
+
+    def init(params, prefill):
+        return jnp.copy(prefill.length_B), tuple(map(narrow, prefill.taps_BSD))
+
+    def propose(params, state, context, draw):
+        none_B = jnp.zeros_like(context.length_B)
+        return Draft(none_B[:, None], count_B=none_B), state
+
+    def update(params, state, context, verified, taps_BTD):
+        length_B, taps_BSD = state
+        row_B = jnp.arange(len(length_B))
+        place_B = jnp.where(context.length_B > length_B, length_B - 1, context.tokens_BS.shape[1])
+        return context.length_B, tuple(old.at[row_B, place_B].set(narrow(new[:, 0]), mode="drop")
+                                       for old, new in zip(taps_BSD, taps_BTD, strict=True))
+
+    return Drafter(1, taps, init, propose, update)
+
+
+_init = jax.jit(decode.init, static_argnums=(2, 8))
+_generate = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
+
+
+def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequence[str], output: pathlib.Path, *,
+                  num_slots: int, batch_size: int, temperatures: Sequence[float], seed: int, taps: tuple[int, ...],
+                  eos_ids: Sequence[int] | None = None, page_size: int = 64,
+                  on_shard: Callable[[int, int], None] | None = None) -> None:
+    """Writes shards of the target's continuations of prompts; those that a run before has written are kept.
+
+    Args:
+      target: the model.
+      prompts: token ids; none longer than `num_slots` - 1.
+      domains: of each prompt.
+      output: folder of the shards.
+      num_slots: S, tokens of a row: prompt and continuation.
+      batch_size: rows of a shard, generated together.
+      temperatures: of the rows, in turn.
+      seed: of everything random.
+      taps: layers whose residual streams to keep.
+      eos_ids: that end a continuation; by default the model's.
+      page_size: slots per page of the cache.
+      on_shard: called with (shards there are, shards there will be).
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    temperature_N = rng.permutation(np.resize(np.asarray(temperatures, np.float32), len(prompts)))
+    # Prompts of about the same length go together: those of a batch are read in as many steps as the longest needs.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    rng.shuffle(batches)
+    eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
+    cfg = DecodeConfig(target.config, recorder(taps), num_valid_tokens=target.num_valid_tokens, page_size=page_size)
+    for number, batch in enumerate(batches):
+        path = output / f"rows-{number:05}.safetensors"
+        if not path.exists():
+            filled = np.resize(batch, batch_size)  # the last batch is filled up, so that one program serves all
+            tokens_BS = np.zeros((batch_size, num_slots), np.int32)
+            for row, i in enumerate(filled):
+                tokens_BS[row, : len(prompts[i])] = prompts[i]
+            start_B = np.array([len(prompts[i]) for i in filled], np.int32)
+            end_B = np.where(np.arange(batch_size) < len(batch), num_slots, 0).astype(np.int32)
+            noise = sampling.SamplingParams((seed + filled).astype(np.uint32), temperature_N[filled])
+            state = _init(target.params, None, cfg, tokens_BS, start_B, end_B,
+                          np.broadcast_to(eos, (batch_size, len(eos))), noise, PREFILL_CHUNK)
+            state = _generate(target.params, None, cfg, state)
+            found = jax.device_get((state.tokens_BS, state.length_B, state.drafter))
+            R = len(batch)
+            tokens_RS, length_R, (_, taps_RSD) = jax.tree.map(lambda x, R=R: x[:R], found)
+            tokens_RS = np.where(np.arange(num_slots) < length_R[:, None], tokens_RS, 0)
+            data.write_shard(path, Rows(tokens_RS, length_R, start_B[:R], temperature_N[batch],
+                                        [domains[i] for i in batch], dict(zip(taps, taps_RSD, strict=True))))
+        if on_shard:
+            on_shard(number + 1, len(batches))

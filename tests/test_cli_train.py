@@ -1,0 +1,107 @@
+"""`specjax train`, from prompts to a drafter that `specjax generate` takes."""
+
+import json
+
+import make_folders
+import numpy as np
+import pytest
+from drive_cli import check_refused, write_lines, write_model, write_prompts
+
+import specjax
+from specjax import heads
+
+RUN = ("--num_slots=24", "--generate_batch_size=4", "--steps=6", "--batch_size=2", "--num_steps=2", "--eval_every=3",
+       "--learning_rate=0.01")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "target", num_hidden_layers=2)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    rows = [{"prompt": "hello world", "domain": "a"}, {"prompt": "or", "domain": "b"},
+            {"prompt": "hello hello hello", "domain": "a"}, {"prompt": "world or", "domain": "b"},
+            {"prompt": "hello " * 30, "domain": "b"}]  # fmt: skip
+    return write_prompts(tmp_path / "prompts.jsonl", *rows)
+
+
+def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
+    output = tmp_path / "run"
+    first = command("train", f"--target={folder}", f"--output={output}", f"--self_generate={prompts}", *RUN,
+                    "--only_generate")
+    assert (first.code, first.err) == (0, "")
+    assert "1 of 5 prompts are longer than half a row (12 tokens)" in first.out
+    shards = sorted((output / "rows").iterdir())
+    assert len(shards) == 1
+    arguments = ("train", f"--target={folder}", f"--output={output}", f"--self_generate={prompts}",
+                 f"--held_out={output / 'rows'}", "--num_draft_tokens=40", *RUN)
+    stopped = command(*arguments, "--max_minutes=0")
+    assert (stopped.code, stopped.err) == (0, "")
+    assert "step 1 of 6: the same command goes on" in stopped.out
+    outcome = command(*arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "Accepted on held-out rows, by draft position" in outcome.out and "step 3: held out:" in outcome.out
+    scores = json.loads((output / "evaluation.json").read_text())
+    assert scores["step"] in (3, 6) and {score["domain"] for score in scores["scores"]} == {"a", "b", "all"}
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    head = heads.load(output / "drafter", specjax.load(folder))
+    assert head.config.num_draft_tokens == 40 and head.config.taps == (1,)
+
+    run = command("generate", f"--target={folder}", "--drafter=ngram,eagle", f"--draft={output / 'drafter'}",
+                  "--prompt=hello", "--max_new_tokens=12", "--compare")
+    assert (run.code, run.err) == (0, "")
+    assert "identical" in run.out
+
+    check_refused(command(*arguments, "--learning_rate=0.5"), "learning_rate=0.01, and this one has 0.5")
+
+
+def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("hello world or hello world or " * 60)
+    small = make_folders.write_folder(tmp_path / "small", {"num_hidden_layers": 1})
+    output = tmp_path / "run"
+    outcome = command("train", f"--target={folder}", f"--output={output}", "--drafter=draft_model", f"--data={text}",
+                      f"--draft_config={small}", f"--held_out={text}", "--loss=tv", *RUN)
+    assert (outcome.code, outcome.err) == (0, "")
+    draft = specjax.load(output / "drafter")
+    assert draft.config.num_layers == 1 and draft.tokenizer is not None
+    run = command("generate", f"--target={folder}", "--drafter=draft_model", f"--draft={output / 'drafter'}",
+                  "--prompt=hello", "--max_new_tokens=8", "--compare")
+    assert run.code == 0 and "identical" in run.out
+    more = command("train", f"--target={folder}", f"--output={tmp_path / 'more'}", "--drafter=draft_model",
+                   f"--data={text}", f"--draft={output / 'drafter'}", *RUN)
+    assert (more.code, more.err) == (0, "")
+    changed = specjax.load(tmp_path / "more" / "drafter").params["embed_VD"]
+    assert np.abs(changed - draft.params["embed_VD"]).max() > 1e-3
+
+
+@pytest.mark.parametrize(("arguments", "parts"), [
+    ([], ["nothing to train on", "--data", "--self_generate"]),
+    (["--data={text}", "--taps=a"], ["--taps must be numbers of layers"]),
+    (["--data={text}", "--taps=1,5"], ["taps must be rising layers of the target, 0 to 1, got 1, 5"]),
+    (["--data={text}", "--num_draft_tokens=0"], ["num_draft_tokens must be in 1 to"]),
+    (["--data={text}", "--learning_rate=-1"], ["learning_rate must be positive"]),
+    (["--data={text}", "--draft_config=x"], ["--draft_config is for draft models"]),
+    (["--data={text}", "--drafter=draft_model"], ["either --draft or --draft_config"]),
+    (["--data={text}", "--drafter=draft_model", "--taps=1"], ["--taps and --num_draft_tokens are for heads"]),
+    (["--data={broken}"], ["broken.jsonl, line 2: not JSON"]),
+    (["--data={empty}"], ["there is no text to train on in", "empty.txt"]),
+    (["--data={tmp}"], ["has no rows (*.safetensors)"]),
+    (["--data=nowhere.txt"], ["cannot read nowhere.txt"]),
+    (["--data={text}", "--draft={tmp}"], ["not the folder of a head"]),
+    (["--data={text}", "--data_parallel=3", "--tensor_parallel=4"], ["takes 12 devices"]),
+    (["--data={text}", "--accumulate=3"], ["accumulate=3 does not divide batch_size=2"]),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_is_computed(command, folder, tmp_path, arguments, parts):
+    files = {"text": tmp_path / "text.txt", "broken": tmp_path / "broken.jsonl", "empty": tmp_path / "empty.txt",
+             "tmp": tmp_path / "folder"}
+    files["text"].write_text("hello world or " * 40)
+    write_lines(files["broken"], '"hello world"', "{")
+    files["empty"].write_text("")
+    files["tmp"].mkdir()
+    output = tmp_path / "run"
+    check_refused(command("train", f"--target={folder}", f"--output={output}", *RUN,
+                          *(argument.format(**files) for argument in arguments)), *parts)
+    assert not output.exists()

@@ -1,0 +1,336 @@
+"""Training: what is minimised, that it falls, that a run which is killed ends like one which is not, and its data."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import full_logits, full_taps, similar, tiny
+
+from specjax import generation
+from specjax.checkpoint import Model
+from specjax.errors import SpecJAXError
+from specjax.sharding import make_mesh, shardings
+from specjax.train import curves, data, evaluate, init_head, trainer
+from specjax.train.data import Dataset, Rows
+from specjax.train.objective import Objective, kl, tv
+from specjax.train.self_generate import self_generate
+from specjax.train.trainer import TrainConfig
+
+TARGET = tiny(6, num_layers=2)
+MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
+S = 24
+HEAD = init_head.config(TARGET.config, (0, 1))
+OBJECTIVE = Objective(TARGET.config, HEAD, num_steps=2)
+CFG = TrainConfig(steps=12, batch_size=4, learning_rate=0.02, warmup=2, unroll_from=0.5, eval_every=4, save_every=3)
+
+
+def initial():
+    return init_head.initial_params(HEAD, TARGET.params, jax.random.key(3))
+
+
+@functools.cache
+def rows(seed=0, count=12) -> Dataset:
+    """Sampled text with residual streams, and a shard without them."""
+    rng = np.random.default_rng(seed)
+    tokens_RS = rng.integers(0, 32, (count, S)).astype(np.int32)
+    length_R = rng.integers(S - 6, S + 1, count).astype(np.int32)
+    tokens_RS = np.where(np.arange(S) < length_R[:, None], tokens_RS, 0)
+    temperature_R = np.resize(np.array([0, 1], np.float32), count)
+    return Dataset((Rows(tokens_RS, length_R, np.full(count, 4, np.int32), temperature_R,
+                         ["a", "a", "b", "b"] * (count // 4), {}),))
+
+
+def run(folder, cfg=CFG, objective=OBJECTIVE, evaluation=None, params=None, **options):
+    return trainer.train(objective, cfg, folder, initial() if params is None else params, TARGET.params, None, rows(),
+                         evaluation, {"target": "tiny"}, **options)
+
+
+# --- What is minimised -----------------------------------------------------------------------------------------------
+
+
+def test_distances_are_those_of_their_definitions():
+    p, q = (jax.nn.softmax(x) for x in np.random.default_rng(0).standard_normal((2, 5, 7)))
+    np.testing.assert_allclose(kl(jnp.log(p), jnp.log(q)), (p * np.log(p / q)).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(1 - tv(jnp.log(p), jnp.log(q)), np.minimum(p, q).sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+def test_the_loss_compares_the_laws_after_each_token(is_head):
+    """By hand from logits of whole passes; places that weigh nothing do not count."""
+    draft = similar(6, num_layers=2)
+    objective = OBJECTIVE if is_head else Objective(TARGET.config, draft.config)
+    params = initial() if is_head else draft.params
+    batch = rows().batch([0, 5], objective.taps, prompt_weight=0.25)
+    total, (distances, accepted) = objective.loss(params, TARGET.params, None, batch, objective.num_steps)
+    law = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS))
+    if is_head:
+        taps = full_taps(TARGET, batch.tokens_BS, HEAD.taps)
+        hidden = objective.student(params, TARGET.params, None, batch, taps, 2)
+        guesses = [jax.nn.softmax(h_BND @ w_UD.T) for h_BND, w_UD in hidden]
+    else:
+        guesses = [jax.nn.softmax(full_logits(draft, batch.tokens_BS))[:, :-1]]
+    expected = []
+    for i, q in enumerate(guesses):
+        first = i + 1 if is_head else 0
+        N = q.shape[1]
+        p, weight = law[:, first : first + N], batch.weight_BS[:, first + 1 : first + 1 + N]
+        assert {0.0, 0.25, 1.0} >= set(np.unique(weight))
+        expected.append((np.sum(p * np.log(p / q), axis=-1) * weight).sum() / weight.sum())
+        np.testing.assert_allclose(accepted[i], (np.minimum(p, q).sum(-1) * weight).sum() / weight.sum(), rtol=1e-4)
+    np.testing.assert_allclose(distances, expected, rtol=1e-4)
+    np.testing.assert_allclose(total, sum(0.9**i * x for i, x in enumerate(expected)), rtol=1e-4)
+
+
+def test_with_a_reduced_vocabulary_the_target_is_renormalised_to_it():
+    ids_U = jnp.array([1, 4, 7, 30])
+    batch = rows().batch([0], OBJECTIVE.taps, 1.0)
+    _, (distances, _) = OBJECTIVE.loss(initial(), TARGET.params, ids_U, batch, 1)
+    taps = full_taps(TARGET, batch.tokens_BS, HEAD.taps)
+    (h_BND, w_UD), = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, taps, 1)
+    p = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS)[:, 1:-1][..., ids_U])
+    q = jax.nn.softmax(h_BND @ w_UD.T)
+    weight = batch.weight_BS[:, 2:]
+    np.testing.assert_allclose(distances[0], ((p * np.log(p / q)).sum(-1) * weight).sum() / weight.sum(), rtol=1e-4)
+
+
+# --- The run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distance", ["kl", "tv"])
+def test_the_loss_falls(tmp_path, distance):
+    cfg = dataclasses.replace(CFG, steps=40, unroll_from=0)
+    history = run(tmp_path / "run", cfg, dataclasses.replace(OBJECTIVE, distance=distance)).history
+    losses = [record["loss"] for record in history if "loss" in record]
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+
+
+def test_a_run_that_is_killed_and_resumed_ends_like_one_that_is_not(tmp_path):
+    """Bit for bit, wherever it dies: with the parameters, the optimizer, the order of the rows and the history."""
+    held_out = evaluate.Evaluation(OBJECTIVE, TARGET.params, rows(1, 4), num_positions=2)
+    whole = run(tmp_path / "whole", evaluation=held_out)
+
+    class Killed(Exception):
+        pass
+
+    for dies_at in (2, 5, 8, 11):
+        def die(record, dies_at=dies_at):
+            if record["step"] == dies_at:
+                raise Killed
+
+        with pytest.raises(Killed):
+            run(tmp_path / "killed", evaluation=held_out, on_record=die)
+    resumed = run(tmp_path / "killed", evaluation=held_out)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    assert resumed.step == whole.step and resumed.scores == whole.scores
+
+    def without_time(history):
+        return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+    assert without_time(resumed.history) == without_time(whole.history)
+
+
+def test_the_time_limit_leaves_a_run_that_goes_on(tmp_path):
+    stopped = run(tmp_path / "run", max_seconds=0.0)
+    assert stopped.history[-1]["step"] == 1
+    jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "run").params, run(tmp_path / "whole").params)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(learning_rate=0.5), "learning_rate=0.02, and this one has 0.5"), (dict(steps=13), "steps=12")])
+def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, message):
+    run(tmp_path / "run", max_seconds=0.0)
+    with pytest.raises(SpecJAXError, match=message):
+        run(tmp_path / "run", dataclasses.replace(CFG, **change))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("mine")
+    with pytest.raises(SpecJAXError, match="is not the folder of a run"):
+        run(tmp_path / "other")
+
+
+def test_training_ends_early_when_nothing_gets_better(tmp_path):
+    cfg = dataclasses.replace(CFG, steps=40, learning_rate=1e-9, patience=2, eval_every=2, save_every=100)
+    held_out = evaluate.Evaluation(OBJECTIVE, TARGET.params, rows(1, 4), num_positions=2)
+    result = run(tmp_path / "run", cfg, evaluation=held_out)
+    assert result.history[-1]["step"] < 40
+    evaluations = [record["step"] for record in result.history if "held_out" in record]
+    assert len([step for step in evaluations if step > result.step]) == 2
+
+
+def test_gradients_add_up_over_parts_of_a_batch():
+    """Parts weigh what they have, so that reading a batch in parts changes nothing: seen in AdamW's first moment."""
+    moments = []
+    for accumulate in (1, 2, 4):
+        cfg = dataclasses.replace(CFG, accumulate=accumulate)
+        opt_state = trainer.optimizer(cfg).init(initial())
+        batch = rows().batch([0, 3, 5, 6], OBJECTIVE.taps, 0.4)
+        parts = jax.tree.map(lambda x, n=accumulate: x.reshape(n, -1, *x.shape[1:]), batch)
+        _, opt_state, figures = trainer.update(OBJECTIVE, cfg, 2, initial(), opt_state, TARGET.params, None, parts)
+        moments.append((optax.tree_utils.tree_get(opt_state, "mu"), figures))
+    for other in moments[1:]:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), other, moments[0])
+
+
+def test_on_a_mesh_training_is_the_same(tmp_path):
+    cfg = dataclasses.replace(CFG, steps=3, save_every=3)
+    one = run(tmp_path / "one", cfg)
+    mesh = make_mesh(2, 2, 2)
+    objective = dataclasses.replace(OBJECTIVE, mesh=mesh)
+    params = jax.device_put(initial(), shardings(initial(), mesh, "draft"))
+    target_params = jax.device_put(TARGET.params, shardings(TARGET.params, mesh, "target"))
+    split = trainer.train(objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {})
+    for name, a, b in zip("ab", jax.tree.leaves(one.params), jax.tree.leaves(split.params), strict=False):
+        np.testing.assert_allclose(a, b, atol=2e-4, err_msg=name)
+    np.testing.assert_allclose([r["loss"] for r in one.history], [r["loss"] for r in split.history], rtol=1e-4)
+
+
+def test_the_target_is_read_and_nothing_else():
+    """Of the compiled step: it returns nothing of the target's size, and keeps no second copy of it."""
+    big = tiny(6, vocab_size=4096, num_layers=2)
+    config = init_head.config(big.config, (0, 1), num_draft_tokens=8)
+    objective = Objective(big.config, config, num_steps=2)
+    params = init_head.initial_params(config, big.params, jax.random.key(0))
+    opt_state = trainer.optimizer(CFG).init(params)
+    batch = jax.tree.map(lambda x: x[None], rows().batch([0, 1], objective.taps, 1.0))
+    compiled = trainer.update.lower(objective, CFG, 2, params, opt_state, big.params, jnp.arange(8), batch).compile()
+    embedding = 4096 * 16 * 4
+    memory = compiled.memory_analysis()
+    assert memory.output_size_in_bytes < embedding / 4
+    assert memory.temp_size_in_bytes < embedding
+
+
+@pytest.mark.parametrize("field", ["steps", "batch_size", "accumulate", "learning_rate", "clip", "warmup"])
+def test_values_that_make_no_sense_are_refused(field):
+    with pytest.raises(SpecJAXError, match=f"{field} must be"):
+        dataclasses.replace(CFG, **{field: -1})
+
+
+# --- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_is_the_target_is_always_right():
+    objective = Objective(TARGET.config, TARGET.config)
+    scores = evaluate.Evaluation(objective, TARGET.params, rows())(TARGET.params, None)
+    assert {score.temperature for score in scores} == {0, 1}
+    assert {score.domain for score in scores} == {"a", "b", "all"}
+    for score in scores:
+        np.testing.assert_allclose(score.by_position, 1.0, atol=1e-5)
+    assert evaluate.summary(scores)[0] == pytest.approx(1)
+
+
+def test_scores_are_counted_by_hand():
+    """Rows of temperature 0 and 1, domains, and what lies behind the prompt."""
+    draft = similar(6, num_layers=2)
+    scores = evaluate.Evaluation(Objective(TARGET.config, draft.config), TARGET.params, rows(), batch_size=5)(
+        draft.params, None)
+    tokens_RS, length_R, domains = (rows().fields(name) for name in ("tokens_RS", "length_R", "domains"))
+    p, q = (np.asarray(jax.nn.softmax(full_logits(model, tokens_RS))) for model in (TARGET, draft))
+    for temperature, right in ((0, p.argmax(-1) == q.argmax(-1)), (1, np.minimum(p, q).sum(-1))):
+        for domain in ("a", "b"):
+            values = np.concatenate([right[r, 3 : length_R[r] - 1] for r in range(len(rows()))
+                                     if domains[r] == domain and rows().fields("temperature_R")[r] == temperature])
+            score, = (s for s in scores if (s.temperature, s.domain, s.text) == (temperature, domain, "all"))
+            assert score.places == len(values)
+            np.testing.assert_allclose(score.by_position[0], values.mean(), rtol=1e-4)
+
+
+def test_loops_are_told_from_the_rest():
+    row = np.array([*range(10), *range(10), 3, 3, 3], np.int32)
+    assert np.flatnonzero(evaluate._in_loop(row)).tolist() == [18, 19, 20]
+
+
+def test_curves_are_drawn(tmp_path):
+    held_out = evaluate.Evaluation(OBJECTIVE, TARGET.params, rows(1, 4), num_positions=2)
+    result = run(tmp_path / "run", evaluation=held_out)
+    curves.draw(result.history, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- Data ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path):
+    """The text is that of `generate` with the same seed, and what lies on disk is not made again."""
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
+    arguments = dict(num_slots=16, batch_size=3, temperatures=[0.0, 1.0], seed=7, taps=(0, 1), page_size=4)
+    self_generate(MODEL, prompts, ["a", "b", "a", "b"], tmp_path, **arguments)
+    shards = [data.read_shard(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert sorted(map(len, shards)) == [1, 3]
+    found = Dataset(tuple(shards))
+    tokens_RS, length_R, start_R = (found.fields(name) for name in ("tokens_RS", "length_R", "start_R"))
+    assert (length_R == 16).all() and sorted(found.fields("domains")) == ["a", "a", "b", "b"]
+    batch = found.batch(range(4), (0, 1), 1.0)
+    for row in range(4):
+        number = prompts.index(tokens_RS[row, : start_R[row]].tolist())
+        temperature = float(found.fields("temperature_R")[row])
+        text, = generation.generate(MODEL, "none", [prompts[number]], max_new_tokens=16 - start_R[row],
+                                    temperature=temperature, seed=7 + number).completions
+        assert list(text.tokens) == tokens_RS[row, start_R[row] :].tolist()
+        for tap, expected in zip(batch.taps, full_taps(TARGET, tokens_RS, (0, 1)), strict=True):
+            np.testing.assert_allclose(tap[row, :-1], expected[row, :-1], rtol=2e-3, atol=2e-3)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    self_generate(MODEL, prompts, ["a", "b", "a", "b"], tmp_path, **arguments)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
+    self_generate(MODEL, [[1, 2, 3], [4, 5]], ["", ""], tmp_path, num_slots=S, batch_size=2, temperatures=[1.0], seed=0,
+                  taps=(0, 1), page_size=8)
+    shard, = (data.read_shard(path) for path in tmp_path.glob("*.safetensors"))
+    kept, asked = Dataset((shard,)), Dataset((dataclasses.replace(shard, taps={}),))
+    losses = [OBJECTIVE.loss(initial(), TARGET.params, None, each.batch([0, 1], OBJECTIVE.taps, 1.0), 2)[0]
+              for each in (kept, asked)]
+    np.testing.assert_allclose(*losses, rtol=1e-2)
+
+
+def test_the_order_of_rows_is_a_function_of_the_step():
+    seen = [index for step in range(6) for index in trainer.indices(CFG, 12, step)]
+    assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(12)) and seen[:12] != seen[12:]
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [int(word) % 32 for word in text.split()]
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        return self.encode(" ".join(message["content"] for message in messages))
+
+
+def test_texts_become_rows(tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(11))))
+    lines = [{"text": "1 2 3"}, {"prompt": "1 2", "completion": "3 4 5", "domain": "code"}, "7 8 9",
+             {"messages": [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    got = data.read_texts([tmp_path / "a.txt", tmp_path / "b.jsonl"], Words(), num_slots=4)
+    assert got.tokens_RS.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 0], [1, 2, 3, 0], [1, 2, 3, 4],
+                                      [7, 8, 9, 0], [1, 2, 3, 0]]
+    assert got.length_R.tolist() == [4, 4, 3, 3, 4, 3, 3] and got.start_R.tolist() == [1, 1, 1, 1, 2, 1, 2]
+    assert got.domains[4] == "code" and np.isnan(got.temperature_R).all()
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("{", "line 2: not JSON"), ("[1]", "line 2: must be a string, or an object"), ('{"text": 3}', "line 2: texts"),
+    ('{"text": "a", "prompt": "b"}', "line 2: must be"), ('{"messages": [3]}', "line 2"),
+    ('{"text": "1 2 3", "domain": 4}', "line 2: texts and the domain"),
+])  # fmt: skip
+def test_lines_that_are_no_texts_are_named(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('"1 2 3"\n' + line)
+    with pytest.raises(SpecJAXError, match=f"a.jsonl, {message}"):
+        data.read_texts([tmp_path / "a.jsonl"], Words(), 4)
+
+
+def test_nothing_to_train_on_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(SpecJAXError, match="there is no text to train on in"):
+        data.read_texts([tmp_path / "a.txt"], Words(), 4)
+    with pytest.raises(SpecJAXError, match=r"rows-0\.safetensors"):
+        (tmp_path / "rows-0.safetensors").write_bytes(b"1234")
+        data.read_shard(tmp_path / "rows-0.safetensors")
+    with pytest.raises(SpecJAXError, match="fewer than a batch of 100"):
+        run(tmp_path / "run", dataclasses.replace(CFG, batch_size=100))
