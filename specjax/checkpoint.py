@@ -136,14 +136,12 @@ def export(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
 
 def save(output: str | os.PathLike, model: Model) -> None:
     """Writes a model in memory as our Orbax folder, in the dtype of its parameters; otherwise as `convert`."""
-    leaves = jax.tree_util.tree_flatten_with_path(model.params)[0]
-    arrays = {tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): x for path, x in leaves}
     dtype = table.dtype_key(model.params["embed_VD"].dtype)
 
     def parameters(dtype, shardings=None):
         del shardings
         for parameter in table.parameters(model.config):
-            array = sharding.get(arrays[parameter.path])
+            array = sharding.get(table.leaf(model.params, parameter.path))
             yield parameter.path, table.cast(array, dtype, ".".join(map(str, parameter.path)))
 
     opened = table.Opened(model.config, dtype, parameters, model.tokenizer, model.eos_ids)

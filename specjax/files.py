@@ -102,6 +102,18 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return fields
 
 
+def json_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+    """For each line of a JSONL file that is not blank, what errors call it, and its value. Raises SpecJAXError."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON strings may hold other line ends
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise SpecJAXError(f"{where}: not JSON: {error}") from error
+            yield where, value
+
+
 def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
     """Reverses `read_json`."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -177,8 +177,13 @@ def embed(params, cfg: LlamaConfig, tokens_BT: jax.Array, role: str = "target") 
 def logits(params, hidden_BTD: jax.Array) -> jax.Array:
     """Next-token logits, float32 `[B, T, V]`, of hidden states from `forward`. A tied embedding serves as it lies. Of a
     shard of the vocabulary come that shard's logits."""
+    return linear(hidden_BTD, output_rows(params), dtype=jnp.float32)
+
+
+def output_rows(params, ids_U: jax.Array | None = None) -> jax.Array:
+    """The output matrix `[V, D]`, which is the embedding where the two are tied; or its rows for some tokens."""
     head_VD = params.get("lm_head_VD", params["embed_VD"])
-    return linear(hidden_BTD, head_VD, dtype=jnp.float32)
+    return head_VD if ids_U is None else head_VD[ids_U]
 
 
 def linear(x_BTI, w_OI, bias_O=None, dtype=None, axes: tuple[str, ...] = ()):
@@ -262,9 +267,9 @@ def check_implementation(cfg: LlamaConfig, dtype, page_size: int, implementation
 
 def init_cache(params, cfg: LlamaConfig, batch_size: int, max_slots: int, page_size: int) -> PagedKVCache:
     """An empty cache for a model, or for a shard of it, in the dtype of its parameters; see `kv_cache.init`."""
-    num_kv_heads = params["layers"][0]["attention"]["qkv_KGHD"].shape[0]
-    return kv_cache.init(cfg, batch_size, max_slots, page_size=page_size, num_kv_heads=num_kv_heads,
-                         dtype=params["embed_VD"].dtype)
+    qkv_KGHD = params["layers"][0]["attention"]["qkv_KGHD"]
+    return kv_cache.init(cfg, batch_size, max_slots, page_size=page_size, num_kv_heads=qkv_KGHD.shape[0],
+                         dtype=qkv_KGHD.dtype)
 
 
 def prefill(params, cfg: LlamaConfig, tokens_BS: jax.Array, count_B: jax.Array, cache: PagedKVCache, chunk_size: int, *,

@@ -68,16 +68,18 @@ def load_models() -> tuple[Model, Model | Head | None]:
     if FLAGS.draft_tensor_parallel != 1 and not FLAGS.draft:
         raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
     mesh = make_mesh()
-    if mesh and FLAGS.draft and not uses_head:  # what cannot be split is refused before the other one is read
+    if not FLAGS.draft:
+        return checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh), None
+    # What cannot be used or split is refused before the other one is read.
+    if uses_head:
+        heads.check(FLAGS.draft, checkpoint.open_source(FLAGS.target).config, mesh)
+    elif mesh:
         for role, path in (("target", FLAGS.target), ("draft", FLAGS.draft)):
             sharding.check(checkpoint.open_source(path).config, sharding.degree(mesh, role), role)
-    if uses_head and FLAGS.draft:  # the wrong head is refused before the target is read
-        heads.check(FLAGS.draft, checkpoint.open_source(FLAGS.target).config, mesh)
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
-    if uses_head and FLAGS.draft:
+    if uses_head:
         return target, heads.load(FLAGS.draft, target)
-    draft = checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype, mesh=mesh, role="draft") if FLAGS.draft else None
-    return target, draft
+    return target, checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype, mesh=mesh, role="draft")
 
 
 def make_mesh():

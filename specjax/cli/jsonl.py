@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from specjax import files
 from specjax.errors import SpecJAXError
@@ -21,19 +22,14 @@ def read_prompts(path: str) -> list[dict]:
     Raises:
       SpecJAXError: naming the file and the line.
     """
-    lines = files.read_text(pathlib.Path(path)).split("\n")  # JSON strings may hold other line ends
-    rows = [_row(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    rows = [_row(value, where) for where, value in files.json_lines(pathlib.Path(path))]
     if not rows:
         raise SpecJAXError(f"{path} has no prompts")
     return rows
 
 
-def _row(line: str, where: str) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SpecJAXError(f"{where}: not JSON: {error}") from error
-    row = {"prompt": row} if isinstance(row, str) else row
+def _row(value: Any, where: str) -> dict:
+    row = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise SpecJAXError(f"{where}: must be a string, or an object with either 'prompt' or 'messages'")
     known = ("prompt", "messages", "name", "domain", *ROW_OPTIONS)

@@ -180,26 +180,20 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any
         raise SpecJAXError(f"the drafter {name!r} needs a {wanted}, and {given}")
     if draft is not None and not kinds:
         raise SpecJAXError(f"the drafter {name!r} uses no draft model, but one was given")
-    made, unused = [], dict(options)
-    for i, module in enumerate(modules):
-        known = list(inspect.signature(module.make).parameters)[3:]
-        own = {option: value for option, value in options.items() if option in known and option not in FORWARDED}
-        unused = {option: value for option, value in unused.items() if option not in own}
-        for option, value in own.items():
-            if not isinstance(value, int | float | str):
-                raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be a number or a text, got "
-                                   f"{value!r}")
-        if "implementation" in known:  # not every drafter runs a model
-            own["implementation"] = implementation
-        if i and "skippable" not in known:
+    keywords = [list(inspect.signature(module.make).parameters)[3:] for module in modules]
+    known = sorted(set().union(*keywords) - set(FORWARDED))
+    for option, value in options.items():
+        if option not in known:
+            raise SpecJAXError(f"drafter {name!r} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+        if not isinstance(value, int | float | str):
+            raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be a number or a text, got {value!r}")
+    made = []
+    for i, (module, own) in enumerate(zip(modules, keywords, strict=True)):
+        if i and "skippable" not in own:
             raise SpecJAXError(f"{name!r}: {name.split(',')[i]!r} cannot come after another drafter")
-        if i:
-            own["skippable"] = True
-        made.append(module.make(num_speculative_tokens, target, draft if module.DRAFT else None, **own))
-    if unused:
-        known = sorted({option for module in modules for option in list(inspect.signature(module.make).parameters)[3:]
-                        if option not in FORWARDED})
-        raise SpecJAXError(f"drafter {name!r} has no option {min(unused)!r}; it has: {', '.join(known) or 'none'}")
+        given = {**options, "implementation": implementation, "skippable": i > 0}  # not every drafter wants all of it
+        made.append(module.make(num_speculative_tokens, target, draft if module.DRAFT else None,
+                                **{keyword: given[keyword] for keyword in own if keyword in given}))
     return made[0] if len(made) == 1 else importlib.import_module(f"{drafters.__name__}.combined").make(tuple(made))
 
 

@@ -88,8 +88,7 @@ def for_decoding(params, draft_ids_U: jax.Array | None, target_params):
     """
     if draft_ids_U is None:
         return params
-    head_VD = target_params.get("lm_head_VD", target_params["embed_VD"])
-    return params | {"draft_ids_U": draft_ids_U, "lm_head_UD": head_VD[draft_ids_U]}
+    return params | {"draft_ids_U": draft_ids_U, "lm_head_UD": llama.output_rows(target_params, draft_ids_U)}
 
 
 def fuse(params, cfg: HeadConfig, taps_BTD: tuple[jax.Array, ...]) -> jax.Array:
@@ -171,21 +170,24 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: HeadConfig, *,
         x_BTD, cache = pass_(params, target_params, state.cache, tokens_BT, feature_BTD, state.read_B)
         return x_BTD, state.replace(cache=cache)
 
+    def catch_up(params, target_params, state: State, tokens_BS, last_B, missing: int, T: int):
+        """Reads T slots at a time until no row lacks more than `missing` of those before `last_B`."""
+
+        def read_chunk(state):
+            _, state = read(params, target_params, state, tokens_BS, T)
+            return state.replace(read_B=jnp.where(state.read_B < last_B, jnp.minimum(state.read_B + T, last_B),
+                                                  state.read_B))
+
+        return jax.lax.while_loop(lambda state: jnp.any(last_B - state.read_B > missing), read_chunk, state)
+
     def init(params, prefill):
         B, S = prefill.tokens_BS.shape
-        layer = params["layers"][0]
-        cache = kv_cache.init(cfg, B, S, page_size=prefill.page_size, dtype=params["join_DI"].dtype,
-                              num_kv_heads=layer["attention"]["qkv_KGHD"].shape[0])
+        cache = llama.init_cache(params, cfg, B, S, prefill.page_size)
         last_B = prefill.length_B - 2
         cache = kv_cache.reserve(cache, jnp.maximum(last_B, 0))
         features_BSD = fuse(params, draft, prefill.taps_BSD)
         state = State(features_BSD, prefill.length_B - 1, jnp.minimum(last_B, 0), cache)
-
-        def read_chunk(state):
-            _, state = read(params, prefill.target, state, prefill.tokens_BS, prefill.chunk_size)
-            return state.replace(read_B=jnp.minimum(state.read_B + prefill.chunk_size, last_B))
-
-        return jax.lax.while_loop(lambda state: jnp.any(state.read_B < last_B), read_chunk, state)
+        return catch_up(params, prefill.target, state, prefill.tokens_BS, last_B, 0, prefill.chunk_size)
 
     def propose(params, state, context, draw):
         length_B, last_B = context.length_B, context.length_B - 2
@@ -193,16 +195,9 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: HeadConfig, *,
         slots_B = jnp.where(context.active_B, length_B + K - 2, 0)
         state = state.replace(cache=kv_cache.reserve(state.cache, slots_B),
                               read_B=jnp.where(last_B < 0, -1, jnp.maximum(state.read_B, 0)))
-
-        def behind(state):
-            return jnp.any(context.active_B & (last_B - state.read_B > K))
-
-        def catch_up(state):
-            _, state = read(params, context.target, state, context.tokens_BS, K + 1)
-            return state.replace(read_B=jnp.minimum(state.read_B + K + 1, last_B))
-
         if skippable:
-            state = jax.lax.while_loop(behind, catch_up, state)
+            wanted_B = jnp.where(context.active_B, last_B, 0)
+            state = catch_up(params, context.target, state, context.tokens_BS, wanted_B, K, K + 1)
         x_BTD, state = read(params, context.target, state, context.tokens_BS, K + 1)
         index_B = jnp.clip(last_B - state.read_B, 0, K)
         feature_B1D = jnp.take_along_axis(x_BTD, index_B[:, None, None], axis=1)

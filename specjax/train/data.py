@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -45,6 +46,12 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.length_R)
+
+    @property
+    def said_RS(self) -> np.ndarray:
+        """Which tokens stand behind the prompt."""
+        position_S = np.arange(self.tokens_RS.shape[1])
+        return (position_S >= self.start_R[:, None]) & (position_S < self.length_R[:, None])
 
 
 def write_shard(path: pathlib.Path, rows: Rows) -> None:
@@ -96,14 +103,11 @@ def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slo
     """
     rows: list[tuple[list[int], int, str]] = []
     for path in map(pathlib.Path, paths):
-        text = files.read_text(path)
         if path.suffix != ".jsonl":
-            ids = tokenizer.encode(text)
+            ids = tokenizer.encode(files.read_text(path))
             rows += [(ids[i : i + num_slots], 1, "") for i in range(0, len(ids), num_slots)]
             continue
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                rows.append(_row(line, f"{path}, line {number}", tokenizer, num_slots))
+        rows += [_row(value, where, tokenizer, num_slots) for where, value in files.json_lines(path)]
     rows = [row for row in rows if len(row[0]) > 2]
     if not rows:
         raise SpecJAXError(f"there is no text to train on in {', '.join(map(str, paths)) or 'no files'}")
@@ -115,12 +119,8 @@ def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slo
     return Rows(tokens_RS, length_R, start_R, np.full(len(rows), np.nan, np.float32), [row[2] for row in rows], {})
 
 
-def _row(line: str, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[list[int], int, str]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SpecJAXError(f"{where}: not JSON: {error}") from error
-    fields = {"text": fields} if isinstance(fields, str) else fields
+def _row(value: Any, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[list[int], int, str]:
+    fields = {"text": value} if isinstance(value, str) else value
     kinds = [kind for kind in ("text", "prompt", "messages") if isinstance(fields, dict) and kind in fields]
     if len(kinds) != 1:
         raise SpecJAXError(f"{where}: must be a string, or an object with one of 'text', 'prompt' and 'messages'")
@@ -188,7 +188,5 @@ def token_counts(dataset: Dataset, vocab_size: int) -> np.ndarray:
     """How often each token is said in the rows, prompts left out: what a reduced vocabulary is chosen by."""
     counts_V = np.zeros(vocab_size, np.int64)
     for rows in dataset.shards:
-        position_S = np.arange(rows.tokens_RS.shape[1])
-        said_RS = (position_S >= rows.start_R[:, None]) & (position_S < rows.length_R[:, None])
-        counts_V += np.bincount(rows.tokens_RS[said_RS], minlength=vocab_size)
+        counts_V += np.bincount(rows.tokens_RS[rows.said_RS], minlength=vocab_size)
     return counts_V

@@ -55,10 +55,8 @@ class Evaluation:
         self.objective = dataclasses.replace(objective, num_steps=num_positions if objective.is_head else 1)
         self.target_params, self.rows, self.batch_size = target_params, rows, batch_size
         self._teacher = [_teacher(objective, target_params, self._batch(i)) for i in self._starts()]
-        tokens_RS, length_R, start_R = map(rows.fields, ("tokens_RS", "length_R", "start_R"))
-        position_S = np.arange(tokens_RS.shape[1])
-        self._said_RS = (position_S >= start_R[:, None]) & (position_S < length_R[:, None])
-        self._loop_RS = np.stack([_in_loop(row) for row in tokens_RS])
+        self._said_RS = rows.fields("said_RS")
+        self._loop_RS = np.stack([_in_loop(row) for row in rows.fields("tokens_RS")])
         self._temperature_R, self._domain_R = rows.fields("temperature_R"), rows.fields("domains")
 
     def _starts(self):
@@ -88,8 +86,7 @@ class Evaluation:
             for domain in sorted(set(self._domain_R)):
                 chosen = among & (drawn_R & (self._domain_R == domain))[:, None]
                 # Of a chain all guesses must be of tokens that there are.
-                masks = [chosen & np.pad(self._said_RS, ((0, 0), (0, I)))[:, first + i : first + i + N]
-                         for i in range(I)]
+                masks = [chosen & self._said_RS[:, first + i : first + i + N] for i in range(I)]
                 if masks[0].any():
                     rates = tuple(float(agree_IRN[i][masks[i]].mean()) if masks[i].any() else np.nan for i in range(I))
                     domains.append(Score(temperature, domain, text, rates, int(masks[0].sum())))
@@ -109,8 +106,7 @@ def summary(scores: list[Score]) -> tuple[float, ...]:
 @functools.partial(jax.jit, static_argnums=0)
 def _teacher(objective: Objective, target_params, batch: Batch):
     """The target's hidden states, its most likely token and the log-sum-exp of its logits, at every place."""
-    final_BSD = objective.features(target_params, batch)[-1]
-    hidden_BSD = llama.rms_norm(final_BSD, target_params["final_norm_D"], objective.target.rms_norm_eps)
+    hidden_BSD = objective.hidden(target_params, objective.features(target_params, batch))
 
     def row(h_SD):
         logits_SV = llama.logits(target_params, h_SD[None])[0]
@@ -125,7 +121,7 @@ def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, ba
     """For each draft position whether the most likely tokens agree, and sum(min(p, q)) over the whole vocabulary."""
     params = jax.tree.map(lambda x: x.astype(objective.dtype), params)
     taps = objective.features(target_params, batch)
-    rows_UD = objective.output_rows(target_params, draft_ids_U)
+    rows_UD = llama.output_rows(target_params, draft_ids_U)
     results = []
     steps = objective.student(params, target_params, draft_ids_U, batch, taps, objective.num_steps)
     for i, (h_BND, head_UD) in enumerate(steps):

@@ -113,14 +113,13 @@ class Objective:
             weights_I = self.weights(batch, num_steps)
         params = jax.tree.map(lambda x: x.astype(self.dtype), params)
         taps = self.features(target_params, batch)
-        final_BSD = taps[-1]
-        hidden_BSD = llama.rms_norm(final_BSD, target_params["final_norm_D"], self.target.rms_norm_eps)
+        hidden_BSD = self.hidden(target_params, taps)
+        teacher_UD = llama.output_rows(target_params, draft_ids_U)
         distances, accepted = [], []
         for i, (h_BND, head_VD) in enumerate(self.student(params, target_params, draft_ids_U, batch, taps, num_steps)):
             first = 1 + i if self.is_head else 0  # the target's hidden state beside which the student's first one lies
             N = h_BND.shape[1]
             weight_BN = batch.weight_BS[:, first + 1 : first + 1 + N] / jnp.maximum(weights_I[i], 1e-6)
-            teacher_UD = self.output_rows(target_params, draft_ids_U)
             distance_BN, accepted_BN = self.compare(hidden_BSD[:, first : first + N], teacher_UD, h_BND, head_VD)
             distances.append((distance_BN * weight_BN).sum())
             accepted.append((accepted_BN * weight_BN).sum())
@@ -128,25 +127,23 @@ class Objective:
         total = sum(s * d for s, d in zip(scale, distances, strict=True))
         return total, (jnp.stack(distances), jnp.stack(accepted))
 
-    def output_rows(self, target_params, draft_ids_U):
-        """The target's output matrix, or its rows for the tokens that can be guessed."""
-        head_VD = target_params.get("lm_head_VD", target_params["embed_VD"])
-        return head_VD if draft_ids_U is None else head_VD[draft_ids_U]
-
     def features(self, target_params, batch: Batch) -> tuple[jax.Array, ...]:
         """The target's residual streams at every token, after `self.taps`."""
         if batch.taps:
             return tuple(tap.astype(self.dtype) for tap in batch.taps)
         return jax.lax.stop_gradient(ask(target_params, self.target, batch.tokens_BS, self.taps, self.mesh))
 
+    def hidden(self, target_params, taps: tuple[jax.Array, ...]) -> jax.Array:
+        """What the target's output matrix reads, of its `features`."""
+        return llama.rms_norm(taps[-1], target_params["final_norm_D"], self.target.rms_norm_eps)
+
     def student(self, params, target_params, draft_ids_U, batch: Batch, taps, num_steps: int):
         """For each step the drafter's hidden states `[B, N, D]`, and the output matrix that they go through."""
         if not self.is_head:
             h_BSD = draft_hidden(params, self.drafter, batch.tokens_BS)
-            head_VD = params.get("lm_head_VD", params["embed_VD"])
-            return [(h_BSD[:, :-1], head_VD if draft_ids_U is None else head_VD[draft_ids_U])]
+            return [(h_BSD[:, :-1], llama.output_rows(params, draft_ids_U))]
         own = tuple(taps[self.taps.index(tap)] for tap in self.drafter.taps)
-        rows_UD = self.output_rows(target_params, draft_ids_U)
+        rows_UD = llama.output_rows(target_params, draft_ids_U)
         hidden = unrolled(params, self.drafter, self.target, target_params, own, batch.tokens_BS, num_steps)
         return [(h_BND, rows_UD) for h_BND in hidden]
 

@@ -102,6 +102,7 @@ def update(objective: Objective, cfg: TrainConfig, num_steps: int, params, opt_s
     return optax.apply_updates(params, updates), opt_state, figures
 
 
+@functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch
 def order(seed: int, epoch: int, size: int) -> np.ndarray:
     """The rows of an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(size)
@@ -191,8 +192,8 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
                     log=ocp.args.JsonSave(log)))
 
         def stopped_early():
-            evaluations = [entry["step"] for entry in history if "held_out" in entry]
-            return cfg.patience and len([at for at in evaluations if at > best["step"]]) >= cfg.patience
+            return cfg.patience > 0 and sum("held_out" in entry and entry["step"] > best["step"]
+                                            for entry in history) >= cfg.patience
 
         out_of_time = False
         while step < cfg.steps and not stopped_early() and not out_of_time:
