@@ -83,6 +83,34 @@ def refuse_incomplete(path: pathlib.Path) -> None:
                            "remove it and convert again")
 
 
+def check_claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
+    """Whether what has these values may be written to `folder`, or gone on with there, see `claim`.
+
+    Raises:
+      SpecJAXError: it holds something else, or what has another value, which is named.
+    """
+    if not (folder / name).exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise SpecJAXError(f"{folder} is not empty, and has no {name} that says what it is")
+        return
+    theirs = read_json(folder / name)
+    for field, value in json.loads(json.dumps(identity)).items():
+        if theirs.get(field) != value:
+            raise SpecJAXError(f"{folder} was made with {field}={theirs.get(field)!r}, and here it is {value!r}: go on "
+                               "with the same flags, or choose another folder")
+
+
+def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
+    """Makes a folder whose file `name` says what it is of, or checks that it is that already. Errors as for
+    `check_claim`."""
+    check_claim(folder, name, identity)
+    if not (folder / name).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{name}.incomplete-{os.getpid()}"
+        write_json(partial, identity)
+        partial.rename(folder / name)
+
+
 def read_text(path: pathlib.Path) -> str:
     """A text file, with SpecJAXError in place of the operating system's or the decoder's error."""
     try:

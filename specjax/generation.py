@@ -137,7 +137,7 @@ def generate(
     if isinstance(drafter, str):
         if drafter_params is not None:
             raise SpecJAXError(f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none")
-        drafter, drafter_params = _named_drafter(drafter, target, draft, num_speculative_tokens, implementation,
+        drafter, drafter_params = named_drafter(drafter, target, draft, num_speculative_tokens, implementation,
                                                  drafter_options or {})
     elif not isinstance(drafter, Drafter):
         raise SpecJAXError(f"drafter must be a name or a Drafter, got {drafter!r}")
@@ -269,9 +269,9 @@ def prefill_chunk(prompt_length: int) -> int:
     return min(max(16, 2 ** (prompt_length - 1).bit_length()), MAX_PREFILL_CHUNK)
 
 
-def _named_drafter(name: str, target: Model, draft: Model | Head | None, num_speculative_tokens: int | None,
+def named_drafter(name: str, target: Model, draft: Model | Head | None, num_speculative_tokens: int | None,
                    implementation: str | None, options: dict[str, Any]) -> tuple[Drafter | None, Any]:
-    """A drafter and its parameters."""
+    """A drafter by its name and its parameters, None for "none"; arguments and errors as for `generate`."""
     if name == "none":
         if draft is not None or options or num_speculative_tokens is not None:
             raise SpecJAXError("the drafter 'none' decodes without speculation: it takes no draft model, no number of "

@@ -171,20 +171,6 @@ def test_convert_generate_export(command, folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "converted", "exported"]
 
 
-@pytest.mark.parametrize("mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"])
-def test_bench(command, folder, tmp_path, mesh):
-    prompts = write_prompts(tmp_path / "prompts.jsonl", {"name": "greeting", "prompt": "hello"}, "or")
-    outcome = command("bench", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=20", "--repeats=1",
-                      "--paging_length=20", f"--output={tmp_path / 'out.json'}", *mesh)
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "A step at 20 tokens: " in outcome.out
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert [(row["name"], row["tokens"]) for row in result["rows"]] == [("greeting", 20), ("prompt 1", 20)]
-    for row in result["rows"]:
-        assert min(row["plain"], row["speculative"], row["floor_share"], row["tokens_per_round"]) > 0
-    assert result["paging"]["length"] == 20
-
-
 def test_demo(command, folder, tmp_path, monkeypatch):
     rows = {"name": "first", "messages": CHAT}, {"name": "second", "prompt": "or"}
     path = write_prompts(tmp_path / "prompts.jsonl", *rows)
@@ -217,12 +203,15 @@ class TestHelp:
         ("generate", FLAGS_OF_GENERATE),
         ("convert", ("source", "output", "dtype")),
         ("export", ("source", "output", "dtype")),
-        ("bench", ("target", "drafter", "draft", "num_speculative_tokens", "verify", "prompts_file", "repeats", "peers",
-                   "output")),
+        ("bench decode", ("target", "drafter", "draft", "num_speculative_tokens", "verify", "prompts_file", "output")),
+        ("bench peers", ("target", "drafter", "prompts_file", "repeats", "peers", "gguf", "threads", "output")),
+        ("bench saturation", ("target", "batch_sizes", "draft_lengths", "plot", "output")),
+        ("bench gpu", ("target", "acceptance", "dtype", "output")),
+        ("train", ("target", "drafter", "self_generate", "data", "steps", "loss", "data_parallel", "output")),
         ("demo", ("target", "max_new_tokens")),
     ])
     def test_the_flags(self, command, name, expected):
-        outcome = command(name, "--help")
+        outcome = command(*name.split(), "--help")
         assert (outcome.code, outcome.err) == (0, "")
         assert outcome.out.startswith(f"specjax {name}: ")
         described = set(re.findall(r"^  --(?:\[no\])?(\w+):", outcome.out, re.MULTILINE))
@@ -258,9 +247,9 @@ class TestBadInput:
         (["convert", "--source=/does/not/exist", "--output=new"], ["/does/not/exist does not exist"]),
         (["convert", "--source=x"], ["--output"]),
         (["export", "--source=/does/not/exist", "--output=new"], ["/does/not/exist does not exist"]),
-        (["bench", "--target=x", "--drafter=none"], ["--drafter=none"]),
-        (["bench", "--target=x", "--repeats=0"], ["--repeats must be at least 1, got 0"]),
-        (["bench", "--target=x", "--max_new_tokens=0"], ["--max_new_tokens must be at least 1, got 0"]),
+        (["bench", "peers", "--target=x", "--drafter=none"], ["--drafter=none"]),
+        (["bench", "peers", "--target=x", "--repeats=0"], ["--repeats must be at least 1, got 0"]),
+        (["bench", "peers", "--target=x", "--max_new_tokens=0"], ["--max_new_tokens must be at least 1, got 0"]),
         (["demo"], ["--target"]),
     ])
     def test_arguments(self, command, arguments, parts, tmp_path, monkeypatch):
@@ -302,7 +291,7 @@ class TestBadInput:
 
     def test_an_output_that_exists(self, command, folder, tmp_path):
         existing = write_lines(tmp_path / "there", "keep me")
-        for arguments in (["generate", f"--target={folder}", "--prompt=a"], ["bench", f"--target={folder}"],
+        for arguments in (["generate", f"--target={folder}", "--prompt=a"], ["bench", "peers", f"--target={folder}"],
                           ["convert", f"--source={folder}"], ["export", f"--source={folder}"]):
             check_refused(command(*arguments, f"--output={existing}"), existing, "exists")
         assert existing.read_text() == "keep me\n"
@@ -344,7 +333,7 @@ class TestBadInput:
 
     def test_bench_would_ignore_options_of_prompts(self, command, folder, tmp_path):
         path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "b", "temperature": 1})
-        check_refused(command("bench", f"--target={folder}", f"--prompts_file={path}"), path, "'temperature'")
+        check_refused(command("bench", "peers", f"--target={folder}", f"--prompts_file={path}"), path, "'temperature'")
 
     def test_draft_models_that_do_not_fit(self, command, folder, tmp_path):
         larger = write_model(tmp_path / "larger", vocab_size=300)

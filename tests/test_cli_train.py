@@ -33,7 +33,7 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
                     "--only_generate")
     assert (first.code, first.err) == (0, "")
     assert "1 of 5 prompts are longer than half a row (12 tokens)" in first.out
-    shards = sorted((output / "rows").iterdir())
+    shards = sorted((output / "rows").glob("*.safetensors"))
     assert len(shards) == 1
     arguments = ("train", f"--target={folder}", f"--output={output}", f"--self_generate={prompts}",
                  f"--held_out={output / 'rows'}", "--num_draft_tokens=40", *RUN)
@@ -54,7 +54,7 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
     assert (run.code, run.err) == (0, "")
     assert "identical" in run.out
 
-    check_refused(command(*arguments, "--learning_rate=0.5"), "learning_rate=0.01, and this one has 0.5")
+    check_refused(command(*arguments, "--learning_rate=0.5"), "learning_rate=0.01, and here it is 0.5")
 
 
 def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):

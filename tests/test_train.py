@@ -35,7 +35,7 @@ def initial():
 
 @functools.cache
 def rows(seed=0, count=12) -> Dataset:
-    """Sampled text with residual streams, and a shard without them."""
+    """Random text without residual streams, of two domains."""
     rng = np.random.default_rng(seed)
     tokens_RS = rng.integers(0, 32, (count, S)).astype(np.int32)
     length_R = rng.integers(S - 6, S + 1, count).astype(np.int32)
@@ -141,14 +141,14 @@ def test_the_time_limit_leaves_a_run_that_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(learning_rate=0.5), "learning_rate=0.02, and this one has 0.5"), (dict(steps=13), "steps=12")])
+    (dict(learning_rate=0.5), "learning_rate=0.02, and here it is 0.5"), (dict(steps=13), "steps=12")])
 def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, message):
     run(tmp_path / "run", max_seconds=0.0)
     with pytest.raises(SpecJAXError, match=message):
         run(tmp_path / "run", dataclasses.replace(CFG, **change))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("mine")
-    with pytest.raises(SpecJAXError, match="is not the folder of a run"):
+    with pytest.raises(SpecJAXError, match=r"is not empty, and has no run\.json"):
         run(tmp_path / "other")
 
 
@@ -183,8 +183,7 @@ def test_on_a_mesh_training_is_the_same(tmp_path):
     params = jax.device_put(initial(), shardings(initial(), mesh, "draft"))
     target_params = jax.device_put(TARGET.params, shardings(TARGET.params, mesh, "target"))
     split = trainer.train(objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {})
-    for name, a, b in zip("ab", jax.tree.leaves(one.params), jax.tree.leaves(split.params), strict=False):
-        np.testing.assert_allclose(a, b, atol=2e-4, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), one.params, split.params)
     np.testing.assert_allclose([r["loss"] for r in one.history], [r["loss"] for r in split.history], rtol=1e-4)
 
 

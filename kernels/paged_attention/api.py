@@ -29,7 +29,7 @@ def paged_attention(q_BTNH: jax.Array, k_pool: jax.Array, v_pool: jax.Array, blo
       k_pool: keys, `[P, NKV, Z, H]`.
       v_pool: values, `[P, NKV, Z, H]`.
       block_table_BX: int32 `[B, X]`, page of slots `[x * Z, (x + 1) * Z)`. The first entry that is no page of the
-        pool, like P or -1, ends the sequence's pages.
+        pool, like P or -1, ends the sequence's pages. No page belongs to two sequences.
       start_B: int32 `[B]`; -1 makes the first token a placeholder.
       ancestors_BT2: int32 `[B, T, 2]` for at most 64 new tokens, see `pack_ancestors`; None for a chain.
       implementation: see `dispatch.choose`.

@@ -14,7 +14,7 @@ import jax
 from absl import flags
 from rich.console import Console
 
-from specjax import bench_kernels
+from specjax.bench import kernels as tables
 from specjax.cli import common, jsonl
 from specjax.errors import SpecJAXError
 from specjax.kernels import bench, dispatch
@@ -52,14 +52,14 @@ def main(argv: list[str]) -> int:
         raise SpecJAXError(f"the kernels cannot run here: {error}") from error
     device = str(jax.devices()[0].device_kind)
     console, reasons = Console(highlight=False, width=None if sys.stdout.isatty() else 120), []
-    console.print(bench_kernels.table(report, device, reasons))
+    console.print(tables.table(report, device, reasons))
     for i, reason in enumerate(reasons):
         print(f"({i + 1}) not measured: {reason}")
     for failure in report.failures:
         print(f"specjax: failed: {failure}", file=sys.stderr)
     print(f"{len(report.checks)} checks, {len(report.failures)} failures, {report.seconds:.0f} s."
           + (f" A copy on this card: {report.copy_bytes_per_second / 1e9:.0f} GB/s, read and written bytes together."
-             f" {bench_kernels.fixed_cost(report)}" if report.rows else ""))  # fmt: skip
+             f" {tables.fixed_cost(report)}" if report.rows else ""))  # fmt: skip
     result = {**common.provenance(__name__), "interpreted": bool(missing),
               "fixed_seconds": report.fixed_seconds, **dataclasses.asdict(report)}  # fmt: skip
     for row, figures in zip(report.rows, result["rows"], strict=True):

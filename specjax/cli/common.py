@@ -29,11 +29,18 @@ DRAFT_STYLE, OWN_STYLE = "green", "cyan"
 FLAGS = flags.FLAGS
 
 
-def define_decoding_flags(default: str) -> None:
-    """Flags that say how models run, and how drafts are made and checked."""
-    flags.DEFINE_string("drafter", default, f"How to guess tokens: none, {', '.join(base.names())}; or several with "
-                        "commas, such as ngram,eagle: the first that has a proposal makes it.")
-    flags.register_validator("drafter", lambda name: name == "none" or bool(base.needs(name)))  # or an error of ours
+def define_decoding_flags(default: str | list[str]) -> None:
+    """Flags that say how models run, and how drafts are made and checked. With a list of defaults --drafter may be
+    given several times."""
+    define = flags.DEFINE_string if isinstance(default, str) else flags.DEFINE_multi_string
+    define("drafter", default, f"How to guess tokens: none, {', '.join(base.names())}; or several with commas, such as "
+           "ngram,eagle: the first that has a proposal makes it."
+           + ("" if isinstance(default, str) else " May be repeated, to compare."))
+
+    def known(names: str | list[str]) -> bool:
+        return all(name == "none" or base.needs(name) for name in ([names] if isinstance(names, str) else names))
+
+    flags.register_validator("drafter", known)  # an unknown name is an error of ours
     flags.DEFINE_string("draft", None, "For --drafter=draft_model the draft model: a checkpoint or Hugging Face "
                         "folder; for --drafter=eagle the folder of a head, see specjax train.")
     flags.DEFINE_integer("num_speculative_tokens", None,
@@ -64,7 +71,11 @@ def define_mesh_flags() -> None:
 
 def load_models() -> tuple[Model, Model | Head | None]:
     """The target and, if there is one, the draft model or head that the flags name, on the mesh that they ask for."""
-    uses_head = FLAGS.drafter != "none" and HeadConfig in base.needs(FLAGS.drafter)
+    names = [FLAGS.drafter] if isinstance(FLAGS.drafter, str) else FLAGS.drafter
+    kinds = {kind for name in names if name != "none" for kind in base.needs(name)} - {None}
+    if len(kinds) > 1:
+        raise SpecJAXError(f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft")
+    uses_head = HeadConfig in kinds
     if FLAGS.draft_tensor_parallel != 1 and not FLAGS.draft:
         raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
     mesh = make_mesh()
@@ -137,6 +148,36 @@ def provenance(module: str) -> dict:
     return {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(module) if flag.present],
             "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
             "python": platform.python_version(), "device": str(jax.devices()[0].device_kind)}  # fmt: skip
+
+
+def several_drafters(draft: Model | Head | None) -> dict[str, dict]:
+    """By the names in --drafter, what chooses each of them as keyword arguments of `generation.generate`."""
+    return {name: dict(drafter=name, draft=draft if any(base.needs(name)) else None,
+                       drafter_options=_options(FLAGS.drafter_options)) for name in FLAGS.drafter}
+
+
+def decoding_arguments() -> dict:
+    """The flags that hold for plain decoding too, as keyword arguments of `generation.generate`."""
+    return {name: getattr(FLAGS, name) for name in ("verify", "page_size", "implementation")}
+
+
+def check_at_least_1(*names: str) -> None:
+    """Raises SpecJAXError for a flag, if it is given, below 1."""
+    for name in names:
+        if getattr(FLAGS, name) is not None and getattr(FLAGS, name) < 1:
+            raise SpecJAXError(f"--{name} must be at least 1, got {getattr(FLAGS, name)}")
+
+
+def numbers(name: str, kind: type = float) -> list:
+    """The values of a flag that is a list of numbers."""
+    try:
+        values = [kind(value) for value in getattr(FLAGS, name)]
+    except ValueError:
+        raise SpecJAXError(f"--{name} must be numbers with commas between them, got "
+                           f"{','.join(getattr(FLAGS, name))!r}") from None
+    if not values or min(values) < (1 if kind is int else 0):
+        raise SpecJAXError(f"--{name} must be at least {1 if kind is int else 0}, got {getattr(FLAGS, name)}")
+    return values
 
 
 def num_speculative_tokens() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -78,6 +79,19 @@ def write_completions(path: str, prompts: Sequence[Prompt], generation: Generati
         lines.append(json.dumps({"prompt": prompt, "prompt_tokens": c.prompt_tokens, "tokens": c.tokens, "text": c.text,
                                  "finish_reason": c.finish_reason, "rounds": rounds}, ensure_ascii=False))  # fmt: skip
     write_text(path, "\n".join(lines) + "\n")
+
+
+def write_figures(path: str, figures: dict) -> None:
+    """Writes figures of a benchmark as a JSON file, with null for NaN, which JSON does not have."""
+    write_text(path, json.dumps(_finite(figures), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def write_text(path: str, text: str) -> None:

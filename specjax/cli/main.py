@@ -13,7 +13,8 @@ from absl import flags, logging
 import specjax
 from specjax.errors import SpecJAXError
 
-COMMANDS = ("generate", "convert", "export", "train", "bench", "bench kernels", "plan", "demo", "env")
+COMMANDS = ("generate", "convert", "export", "train", "bench decode", "bench saturation", "bench gpu", "bench peers",
+            "bench kernels", "plan", "demo", "env")
 USAGE_ERROR = 2
 
 
@@ -26,15 +27,18 @@ def run() -> None:
 def main(argv: list[str]) -> int:
     """Runs `specjax <command> [flags]` and returns the exit code: 0, 1 (it failed) or 2 (unusable input)."""
     if len(argv) < 2 or argv[1] in ("-h", "--help", "--helpfull", "help"):
-        print("usage: specjax <command> [flags]\n\ncommands:")
-        for name in COMMANDS:
-            print(f"  {name:15}{_module(name).__doc__.splitlines()[0].partition(': ')[2]}")
-        print("\nspecjax <command> --help shows the flags; --flagfile=FILE reads flags from a file.")
+        _list(COMMANDS)
         return 0 if len(argv) > 1 else USAGE_ERROR
     if argv[1] == "--version":
         print(f"specjax {specjax.__version__}")
         return 0
-    words = 2 if " ".join(argv[1:3]) in COMMANDS else 1  # "bench" is a command, and so is "bench kernels"
+    group = [name for name in COMMANDS if name.startswith(f"{argv[1]} ")]
+    if group and " ".join(argv[1:3]) not in COMMANDS:
+        if len(argv) > 2 and not argv[2].startswith("-"):
+            return _complain(f"command {' '.join(argv[1:3])!r} does not exist; there is: {', '.join(group)}")
+        _list(group)
+        return 0 if len(argv) > 2 and argv[2].lstrip("-") in ("h", "help", "helpfull") else USAGE_ERROR
+    words = 2 if " ".join(argv[1:3]) in COMMANDS else 1  # "bench decode" is one command
     name, arguments = " ".join(argv[1 : 1 + words]), argv[1 + words :]
     if name not in COMMANDS:
         return _complain(f"command {name!r} does not exist; there is: {', '.join(COMMANDS)}")
@@ -63,6 +67,13 @@ def main(argv: list[str]) -> int:
         reason = next(iter(str(error).splitlines()), "")
         _complain(f"the run over several processes has failed; one of them may have died: {reason}")
         return _end(1)
+
+
+def _list(commands) -> None:
+    print("usage: specjax <command> [flags]\n\ncommands:")
+    for name in commands:
+        print(f"  {name:18}{_module(name).__doc__.splitlines()[0].partition(': ')[2]}")
+    print("\nspecjax <command> --help shows the flags; --flagfile=FILE reads flags from a file.")
 
 
 def _module(command: str):

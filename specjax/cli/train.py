@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     mesh = common.make_mesh()
     identity = {"target": FLAGS.target, "drafter": FLAGS.drafter, "shape": dataclasses.asdict(shape),
                 "loss": FLAGS.loss, "num_steps": FLAGS.num_steps}
-    trainer.check_folder(output / "run", identity | dataclasses.asdict(cfg))  # as training itself will, and more
+    files.check_claim(output / "run", trainer.RUN, identity | dataclasses.asdict(cfg))  # as training will, and more
     output.mkdir(parents=True, exist_ok=True)
 
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
@@ -160,13 +160,13 @@ def _continue(target: checkpoint.Model, prompts: list[dict], folder: pathlib.Pat
     console = Console()
     with progress_lib.Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("generating", total=None)
-        self_generate.self_generate(
+        paths = self_generate.self_generate(
             target, [ids[i] for i in fitting], [prompts[i].get("domain", "") for i in fitting], folder,
             num_slots=FLAGS.num_slots, batch_size=FLAGS.generate_batch_size,
-            temperatures=[float(x) for x in FLAGS.temperatures], seed=FLAGS.seed, taps=taps,
+            temperatures=common.numbers("temperatures"), seed=FLAGS.seed, taps=taps,
             eos_ids=None if FLAGS.stop_at_eos else (),
             on_shard=lambda done, total: bar.update(task, completed=done, total=total))
-    return list(map(data.read_shard, sorted(folder.glob("*.safetensors"))))
+    return list(map(data.read_shard, paths))
 
 
 def _initial(objective: Objective, target: checkpoint.Model, rows: data.Dataset):
@@ -183,7 +183,8 @@ def _initial(objective: Objective, target: checkpoint.Model, rows: data.Dataset)
     if FLAGS.num_draft_tokens is not None:
         most = np.argsort(-data.token_counts(rows, target.config.vocab_size), kind="stable")[: FLAGS.num_draft_tokens]
         draft_ids_U = jnp.asarray(np.sort(most), jnp.int32)
-    few = rows.batch(range(min(len(rows), 2 * sharding.num_parts(target.mesh))), objective.taps, 1.0)
+    longest = np.argsort(-rows.fields("length_R"), kind="stable")[: 2 * sharding.num_parts(target.mesh)]
+    few = rows.batch(longest, objective.taps, 1.0)
     last_BSD = objective.features(target.params, few)[objective.taps.index(objective.drafter.taps[-1])]
     weight_BS = few.weight_BS > 0
     size = float(jnp.sqrt((jnp.where(weight_BS[..., None], last_BSD, 0) ** 2).sum() / weight_BS.sum()
@@ -227,9 +228,10 @@ class _Reporter:
 def _write(output: pathlib.Path, objective: Objective, target: checkpoint.Model, result: trainer.Result, draft_ids_U):
     """The drafter, its scores and the curves; those of an earlier end of the same run are replaced."""
     curves.draw(result.history, output / "curves.png")
-    scores = [dataclasses.asdict(score) for score in result.scores]
-    files.write_json(output / "evaluation.json", {"step": result.step, "scores": scores,
-                                                  **common.provenance(__name__)})
+    (output / "evaluation.json").unlink(missing_ok=True)
+    jsonl.write_figures(str(output / "evaluation.json"), {
+        "step": result.step, "scores": [dataclasses.asdict(score) for score in result.scores],
+        **common.provenance(__name__)})
     folder = output / "drafter"
     shutil.rmtree(folder, ignore_errors=True)
     if objective.is_head:

@@ -173,10 +173,12 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any
         raise SpecJAXError(f"the number of speculative tokens must be at least 1, got {num_speculative_tokens}"
                            " (the drafter 'none' decodes without speculation)")
     kinds = {module.DRAFT for module in modules} - {None}
+    if len(kinds) > 1:
+        raise SpecJAXError(f"the drafter {name!r} needs both a draft model and a head, and there is one draft")
     if kinds and not isinstance(draft, tuple(kinds)):
         kind = {"LlamaConfig": "draft model", "HeadConfig": "head"}
-        wanted, given = (" or a ".join(sorted(kind[k.__name__] for k in kinds)),
-                         "none was given" if draft is None else f"a {kind[type(draft).__name__]} was given")
+        wanted = kind[next(iter(kinds)).__name__]
+        given = "none was given" if draft is None else f"a {kind.get(type(draft).__name__, type(draft))} was given"
         raise SpecJAXError(f"the drafter {name!r} needs a {wanted}, and {given}")
     if draft is not None and not kinds:
         raise SpecJAXError(f"the drafter {name!r} uses no draft model, but one was given")

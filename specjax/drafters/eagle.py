@@ -130,6 +130,7 @@ class State:
 
 
 DRAFT = HeadConfig
+CATCH_UP = 32  # tokens of missed rounds that are read at a time
 
 
 @functools.lru_cache
@@ -197,7 +198,7 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: HeadConfig, *,
                               read_B=jnp.where(last_B < 0, -1, jnp.maximum(state.read_B, 0)))
         if skippable:
             wanted_B = jnp.where(context.active_B, last_B, 0)
-            state = catch_up(params, context.target, state, context.tokens_BS, wanted_B, K, K + 1)
+            state = catch_up(params, context.target, state, context.tokens_BS, wanted_B, K, max(K + 1, CATCH_UP))
         x_BTD, state = read(params, context.target, state, context.tokens_BS, K + 1)
         index_B = jnp.clip(last_B - state.read_B, 0, K)
         feature_B1D = jnp.take_along_axis(x_BTD, index_B[:, None, None], axis=1)

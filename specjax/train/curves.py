@@ -31,7 +31,8 @@ def draw(history: list[dict], path: pathlib.Path) -> None:
     for i in range(len(held_out[0]) if held_out else 0):
         right.plot([record["step"] for record in looked], [means[i] for means in held_out], "o-", color=f"C{i}",
                    label=f"held out, draft position {i + 1}")
-    right.set(xlabel="step", ylabel="share of drafts accepted", title="Acceptance: pale lines are the training rows")
+    right.set(xlabel="step", ylabel="share of drafts accepted",
+              title="Pale: training rows, among the tokens that can be guessed")
     if held_out:
         right.legend()
     figure.savefig(path, dpi=120)

@@ -125,6 +125,11 @@ def _row(value: Any, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[
     if len(kinds) != 1:
         raise SpecJAXError(f"{where}: must be a string, or an object with one of 'text', 'prompt' and 'messages'")
     domain = fields.get("domain", "")
+    known = {"text": {"text"}, "prompt": {"prompt", "completion"}, "messages": {"messages"}}[kinds[0]]
+    if unknown := sorted(set(fields) - known - {"domain", "name"}):
+        raise SpecJAXError(f"{where}: unknown key {unknown[0]!r} beside {kinds[0]!r}")
+    if not isinstance(domain, str):
+        raise SpecJAXError(f"{where}: texts and the domain must be strings")
     with files.parsing(where):
         if kinds == ["messages"]:
             prompt = fields["messages"][:-1]
@@ -132,7 +137,7 @@ def _row(value: Any, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[
             ids = tokenizer.apply_chat_template(fields["messages"], add_generation_prompt=False)
         else:
             first, rest = fields.get("text", fields.get("prompt")), fields.get("completion", "")
-            if not all(isinstance(text, str) for text in (first, rest, domain)):
+            if not all(isinstance(text, str) for text in (first, rest)):
                 raise SpecJAXError(f"{where}: texts and the domain must be strings")
             ids = tokenizer.encode(first)
             start = len(ids) if rest else 1

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import llama
+from specjax.errors import SpecJAXError
 from specjax.train.data import Dataset
 from specjax.train.objective import Batch, Objective
 
@@ -58,6 +59,9 @@ class Evaluation:
         self._said_RS = rows.fields("said_RS")
         self._loop_RS = np.stack([_in_loop(row) for row in rows.fields("tokens_RS")])
         self._temperature_R, self._domain_R = rows.fields("temperature_R"), rows.fields("domains")
+        drawn_R = np.isin(self._temperature_R, (0, 1)) | np.isnan(self._temperature_R)
+        if not self._said_RS[drawn_R][:, 2:].any():
+            raise SpecJAXError("no held-out row has a token to guess that was drawn at temperature 0 or 1")
 
     def _starts(self):
         return range(0, len(self.rows), self.batch_size)

@@ -18,11 +18,11 @@ def config(target: LlamaConfig, taps: tuple[int, ...] = (), num_draft_tokens: in
     Args:
       target: the model that it drafts for.
       taps: layers that it reads; by default the third, the middle one and the fourth from the end, as EAGLE-3 does, or
-        of a target with fewer than six layers the last.
+        of a target with fewer than eight layers the last.
       num_draft_tokens: how many tokens it can guess, None for all.
     """
     L = target.num_layers
-    taps = taps or ((2, L // 2 - 1, L - 4) if L >= 6 else (L - 1,))
+    taps = taps or ((2, L // 2 - 1, L - 4) if L >= 8 else (L - 1,))
     return HeadConfig(dataclasses.replace(target, num_layers=1, tie_word_embeddings=True), taps, L, num_draft_tokens)
 
 

@@ -7,17 +7,20 @@ streams, which a head is trained on, come for nothing: a drafter that proposes n
 from __future__ import annotations
 
 import functools
+import json
 import pathlib
+import zlib
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, sampling
+from specjax import decode, files, sampling, sharding
 from specjax.checkpoint import Model
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
+from specjax.errors import SpecJAXError
 from specjax.train import data
 from specjax.train.data import Rows
 
@@ -58,8 +61,8 @@ _generate = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
 def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequence[str], output: pathlib.Path, *,
                   num_slots: int, batch_size: int, temperatures: Sequence[float], seed: int, taps: tuple[int, ...],
                   eos_ids: Sequence[int] | None = None, page_size: int = 64,
-                  on_shard: Callable[[int, int], None] | None = None) -> None:
-    """Writes shards of the target's continuations of prompts; those that a run before has written are kept.
+                  on_shard: Callable[[int, int], None] | None = None) -> list[pathlib.Path]:
+    """Writes shards of the target's continuations of prompts; those that the same call has written before are kept.
 
     Args:
       target: the model.
@@ -68,25 +71,39 @@ def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequ
       output: folder of the shards.
       num_slots: S, tokens of a row: prompt and continuation.
       batch_size: rows of a shard, generated together.
-      temperatures: of the rows, in turn.
+      temperatures: of the rows: each comes as often as the others, in an order that the seed decides.
       seed: of everything random.
       taps: layers whose residual streams to keep.
       eos_ids: that end a continuation; by default the model's.
       page_size: slots per page of the cache.
       on_shard: called with (shards there are, shards there will be).
+
+    Returns:
+      The shards' files.
+
+    Raises:
+      SpecJAXError: `output` holds rows that were made otherwise, naming what differs; or a batch that the parts of the
+        mesh do not divide.
     """
-    output.mkdir(parents=True, exist_ok=True)
+    if batch_size % sharding.num_parts(target.mesh):
+        raise SpecJAXError(f"a batch of {batch_size} rows cannot be split over "
+                           f"data_parallel={sharding.num_parts(target.mesh)}")
+    eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
+    files.claim(output, "rows.json", {
+        "target": target.config.to_dict(), "num_slots": num_slots, "batch_size": batch_size, "seed": seed,
+        "temperatures": list(temperatures), "taps": list(taps), "eos_ids": eos.tolist(),
+        "prompts": zlib.crc32(json.dumps([list(map(int, prompt)) for prompt in prompts]).encode())})
     rng = np.random.default_rng(seed)
     temperature_N = rng.permutation(np.resize(np.asarray(temperatures, np.float32), len(prompts)))
     # Prompts of about the same length go together: those of a batch are read in as many steps as the longest needs.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rng.shuffle(batches)
-    eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
-    cfg = DecodeConfig(target.config, recorder(taps), num_valid_tokens=target.num_valid_tokens, page_size=page_size)
+    cfg = DecodeConfig(target.config, recorder(taps), num_valid_tokens=target.num_valid_tokens, page_size=page_size,
+                       mesh=target.mesh)
+    paths = [output / f"rows-{number:05}.safetensors" for number in range(len(batches))]
     for number, batch in enumerate(batches):
-        path = output / f"rows-{number:05}.safetensors"
-        if not path.exists():
+        if not paths[number].exists():
             filled = np.resize(batch, batch_size)  # the last batch is filled up, so that one program serves all
             tokens_BS = np.zeros((batch_size, num_slots), np.int32)
             for row, i in enumerate(filled):
@@ -94,14 +111,16 @@ def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequ
             start_B = np.array([len(prompts[i]) for i in filled], np.int32)
             end_B = np.where(np.arange(batch_size) < len(batch), num_slots, 0).astype(np.int32)
             noise = sampling.SamplingParams((seed + filled).astype(np.uint32), temperature_N[filled])
-            state = _init(target.params, None, cfg, tokens_BS, start_B, end_B,
-                          np.broadcast_to(eos, (batch_size, len(eos))), noise, PREFILL_CHUNK)
+            eos_BE = np.broadcast_to(eos, (batch_size, len(eos)))
+            arrays = sharding.put((tokens_BS, start_B, end_B, eos_BE, noise), target.mesh)
+            state = _init(target.params, None, cfg, *arrays, PREFILL_CHUNK)
             state = _generate(target.params, None, cfg, state)
-            found = jax.device_get((state.tokens_BS, state.length_B, state.drafter))
+            found = sharding.get((state.tokens_BS, state.length_B, state.drafter))
             R = len(batch)
             tokens_RS, length_R, (_, taps_RSD) = jax.tree.map(lambda x, R=R: x[:R], found)
             tokens_RS = np.where(np.arange(num_slots) < length_R[:, None], tokens_RS, 0)
-            data.write_shard(path, Rows(tokens_RS, length_R, start_B[:R], temperature_N[batch],
+            data.write_shard(paths[number], Rows(tokens_RS, length_R, start_B[:R], temperature_N[batch],
                                         [domains[i] for i in batch], dict(zip(taps, taps_RSD, strict=True))))
         if on_shard:
             on_shard(number + 1, len(batches))
+    return paths

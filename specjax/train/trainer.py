@@ -19,9 +19,11 @@ import orbax.checkpoint as ocp
 from specjax import files, sharding
 from specjax.errors import SpecJAXError
 from specjax.train import evaluate
-from specjax.train.data import Dataset
+from specjax.train.data import SKIPPED, Dataset
 from specjax.train.evaluate import Evaluation
 from specjax.train.objective import Objective
+
+RUN = "run.json"  # says of a folder which run it is of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +76,16 @@ class TrainConfig:
 def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) behind a clipped gradient."""
     warmup = min(cfg.warmup, cfg.steps - 1)
+
+    def decayed(params):
+        names = ("norm", "bias")
+        return jax.tree.map_with_path(lambda path, _: not any(name in path[-1].key for name in names), params)
+
     schedule = optax.warmup_cosine_decay_schedule(cfg.learning_rate / (warmup + 1), cfg.learning_rate, warmup,
                                                   cfg.steps, cfg.learning_rate / 20)
     return optax.chain(optax.clip_by_global_norm(cfg.clip),
                        optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=cfg.weight_decay,
-                                   mask=functools.partial(jax.tree.map, lambda x: x.ndim > 1)))
+                                   mask=decayed))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
@@ -154,10 +161,10 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
     """
     if len(rows) < cfg.batch_size:
         raise SpecJAXError(f"there are {len(rows)} rows to train on, fewer than a batch of {cfg.batch_size}")
+    if rows.fields("length_R").max() <= SKIPPED + 2:
+        raise SpecJAXError(f"no row has more than {SKIPPED + 2} tokens; the first {SKIPPED} are not guessed")
     identity = identity | dataclasses.asdict(cfg)
-    check_folder(folder, identity)
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(folder / "run.json", identity)
+    files.claim(folder, RUN, identity)
     started = time.perf_counter()
     opt_state = jax.jit(optimizer(cfg).init)(params)
     history: list[dict] = []
@@ -204,6 +211,8 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
             stacked = _place(stacked, objective)
             params, opt_state, (loss, distance, accepted) = update(
                 objective, cfg, num_steps, params, opt_state, target_params, draft_ids_U, stacked)
+            if not np.isfinite(loss):
+                raise SpecJAXError(f"the loss of step {step} is {float(loss)}: try a lower learning_rate")
             step += 1
             record(loss=float(loss), distance=np.asarray(distance).tolist(), accepted=np.asarray(accepted).tolist(),
                    tokens=int((batch.weight_BS > 0).sum()), seconds=time.perf_counter() - started)
@@ -228,20 +237,3 @@ def _place(stacked, objective: Objective):
         return jax.device_put(stacked)
     rows = jax.sharding.NamedSharding(objective.mesh, jax.sharding.PartitionSpec(None, sharding.DATA))
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, lambda index, x=x: x[index]), stacked)
-
-
-def check_folder(folder: pathlib.Path, identity: dict) -> None:
-    """Whether a run with these values may be written to `folder`, or gone on with there.
-
-    Raises:
-      SpecJAXError: it holds something else, or a run with another value, which is named.
-    """
-    if not (folder / "run.json").exists():
-        if folder.exists() and any(folder.iterdir()):
-            raise SpecJAXError(f"{folder} exists and is not the folder of a run")
-        return
-    theirs = files.read_json(folder / "run.json")
-    for name, value in json.loads(json.dumps(identity)).items():
-        if theirs.get(name) != value:
-            raise SpecJAXError(f"{folder} holds a run with {name}={theirs.get(name)!r}, and this one has {value!r}: go "
-                               "on with the same flags, or choose another --output")

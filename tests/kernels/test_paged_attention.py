@@ -5,6 +5,7 @@ The Mosaic kernel runs on the CPU, in Pallas' interpreter for GPUs with its race
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from specjax.kernels import dispatch
-from specjax.kernels.paged_attention import mosaic_gpu, pack_ancestors, paged_attention, unsupported
+from specjax.kernels.paged_attention import mosaic_gpu, pack_ancestors, paged_attention, unsupported, xla
 
 ATTENTION = jax.jit(paged_attention, static_argnames="implementation")
 
@@ -224,6 +225,15 @@ class TestXLA:
     @pytest.mark.parametrize("T", range(1, 10))
     def test_ragged_starts_around_page_boundaries(self, T, tree):
         Case([0, 2, 3, 4, 5, 7, 8, 9, 15, -1], T, tree=tree).check("xla")
+
+    @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+    @pytest.mark.parametrize("T", [1, 2, 3, 5, 8])
+    def test_few_queries_go_to_the_pages(self, monkeypatch, T, tree):
+        """With no more pages than the sequences could fill, and wide heads, nothing is gathered on a CPU."""
+        taken = mock.Mock(wraps=xla._in_place)
+        monkeypatch.setattr(xla, "_in_place", taken)
+        Case([0, 2, 3, 4, 5, 7, 8, 9, 15, -1], T, H=40, tree=tree, spare_pages=0).check("xla")
+        assert taken.called
 
     @pytest.mark.parametrize("G", range(1, 10))
     def test_query_heads_share_kv_heads_in_groups(self, G):

@@ -1,0 +1,49 @@
+"""What paging costs: the same decode step with a paged and with a contiguous cache."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode, generation, llama, sharding
+from specjax.bench import timing
+from specjax.checkpoint import Model
+from specjax.kernels.paged_attention import xla
+from specjax.sampling import SamplingParams
+
+
+def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[float, float]:
+    """Seconds of a plain decode step at `length` tokens with the paged cache, and with one contiguous run of slots,
+    both through XLA.
+
+    Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence, read where it lies.
+    """
+    slots = generation.bucket(length + 1)
+    rows = sharding.num_parts(target.mesh)
+
+    def contiguous(q_BTNH, k_pool, v_pool, block_table_BX, start_B, **_):
+        return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, slots), bool), start_B)
+
+    def prepare(size: int):
+        cfg = decode.DecodeConfig(target.config, page_size=size, implementation="xla", mesh=target.mesh)
+        tokens_BS = jnp.tile(jnp.arange(slots) % target.num_valid_tokens, (rows, 1))
+        state = decode.init(target.params, None, cfg, tokens_BS, jnp.full(rows, length), jnp.full(rows, slots),
+                            jnp.full((rows, 1), -1), SamplingParams(jnp.zeros(rows, jnp.uint32)))
+        # As functions of its own, so that nothing compiled for the one is taken for the other.
+        step = jax.jit(lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1)
+        carry = [step(target.params, state)]
+
+        def again():
+            carry[0] = step(target.params, carry[0])
+            return carry[0]
+
+        return again
+
+    paged = prepare(page_size)
+    with mock.patch.object(llama, "paged_attention", contiguous):
+        dense = prepare(slots)
+    times = np.array([(timing.seconds(paged), timing.seconds(dense)) for _ in range(repeats)])
+    return tuple(map(float, np.median(times, axis=0)))

@@ -1,0 +1,152 @@
+"""Other engines on the same weights, prompts and dtype, in the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import checkpoint, generation
+from specjax.bench import timing
+from specjax.checkpoint import Model
+from specjax.errors import SpecJAXError
+
+# (prompt, number of tokens) -> seconds of decoding them
+Engine = Callable[[tuple[int, ...], int], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One prompt: decoding rates in tokens per second, medians over repeats.
+
+    Attributes:
+      name: of the prompt.
+      tokens: generated.
+      plain: of SpecJAX without speculation.
+      speculative: of SpecJAX with it.
+      floor: what reading the weights' bytes once per token allows.
+      peers: of each other engine.
+    """
+
+    name: str
+    tokens: int
+    plain: float
+    speculative: float
+    floor: float
+    peers: dict[str, float]
+
+
+def compare(target: Model, prompts: dict[str, generation.Prompt], *, max_new_tokens: int, repeats: int,
+            drafter: dict[str, Any], names: Sequence[str], gguf: str | None, threads: int) -> list[Row]:
+    """Greedy decoding by all engines in turn, after a run of each that is not counted.
+
+    Args:
+      target: the model.
+      prompts: by name.
+      max_new_tokens: generated tokens per run; end-of-sequence tokens are ignored.
+      repeats: counted runs.
+      drafter: arguments of `generation.generate` that choose drafter and verification.
+      names: of `PEERS`.
+      gguf: for llama.cpp, the same weights in float32.
+      threads: of the other engines; ours are those that XLA takes.
+
+    Raises:
+      SpecJAXError: a peer that is unknown or not installed; or speculation that changed a text.
+    """
+    common = {name: drafter[name] for name in ("verify", "page_size", "implementation") if name in drafter}
+    read_weights = timing.read_weights(target)
+    engines = {name: _peer(name)(target, drafter.get("num_speculative_tokens") or
+                                 generation.default_num_speculative_tokens(), threads, gguf) for name in names}
+    rows = []
+    for name, prompt in prompts.items():
+        ids = generation.encode(target, prompt, name)
+        arguments = dict(prompts=[ids], max_new_tokens=max_new_tokens, eos_ids=())
+        runs = {"plain": [], "speculative": [], "floor": [], **{peer: [] for peer in engines}}
+        for _ in range(repeats + 1):
+            runs["floor"].append(1 / np.median([timing.seconds(read_weights) for _ in range(9)]))
+            plain = generation.generate(target, "none", **arguments, **common)
+            speculative = generation.generate(target, **arguments, **drafter)
+            tokens = len(plain.completions[0].tokens)
+            differ = plain.completions[0].tokens != speculative.completions[0].tokens
+            if differ and target.params["embed_VD"].dtype == jnp.float32:  # elsewhere near ties fall either way
+                raise SpecJAXError(f"{name}: speculation changed the greedy text")
+            runs["plain"].append(tokens / plain.decode_seconds)
+            runs["speculative"].append(tokens / speculative.decode_seconds)
+            for peer, engine in engines.items():
+                # Reading the prompt is not decoding: it is what a single token costs.
+                runs[peer].append((tokens - 1) / (engine(ids, tokens) - engine(ids, 1)))
+        rate = {run: float(np.median(rates[1:])) for run, rates in runs.items()}
+        rows.append(Row(name, tokens, rate["plain"], rate["speculative"], rate["floor"],
+                        {peer: rate[peer] for peer in engines}))
+    return rows
+
+
+def _transformers(**lookup) -> Callable[..., Engine]:
+    """Hugging Face transformers, plainly or with its prompt lookup."""
+
+    def start(target: Model, num_speculative_tokens: int, threads: int, gguf: str | None) -> Engine:
+        del gguf
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.export(target.path, f"{folder}/model", dtype="float32")
+            model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32).eval()
+        assisted = dict.fromkeys(lookup, num_speculative_tokens)
+
+        def run(ids, num_tokens: int) -> None:
+            options = dict(do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens, pad_token_id=0)
+            with torch.inference_mode():
+                model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options, **assisted)
+
+        return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
+
+    return start
+
+
+def _llama_cpp(lookup: bool) -> Callable[..., Engine]:
+    """llama.cpp through llama-cpp-python, plainly or with its prompt lookup."""
+
+    def start(target: Model, num_speculative_tokens: int, threads: int, gguf: str | None) -> Engine:
+        del target
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        if gguf is None or not os.path.exists(gguf):
+            raise SpecJAXError(f"llama.cpp needs the same weights in a float32 GGUF file: --gguf={gguf}")
+        draft = LlamaPromptLookupDecoding(num_pred_tokens=num_speculative_tokens) if lookup else None
+        model = llama_cpp.Llama(gguf, n_ctx=2048, n_threads=threads, n_threads_batch=threads, draft_model=draft,
+                                logits_all=lookup, verbose=False)
+
+        def run(ids, num_tokens: int) -> None:
+            model.reset()
+            for count, _ in enumerate(model.generate(list(ids), temp=0.0), 1):
+                if count == num_tokens:
+                    break
+
+        return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
+
+    return start
+
+
+PEERS = {"transformers": ("transformers", _transformers()),
+         "transformers_lookup": ("transformers", _transformers(prompt_lookup_num_tokens=True)),
+         "llama_cpp": ("llama_cpp", _llama_cpp(lookup=False)),
+         "llama_cpp_lookup": ("llama_cpp", _llama_cpp(lookup=True))}  # fmt: skip
+
+
+def _peer(name: str) -> Callable[..., Engine]:
+    if name not in PEERS:
+        raise SpecJAXError(f"peer {name!r} is not known; known: {', '.join(PEERS)}")
+    module, start = PEERS[name]
+    try:
+        __import__(module)
+    except ImportError as error:
+        raise SpecJAXError(f"the peer {name!r} is not installed: {error}") from error
+    return start

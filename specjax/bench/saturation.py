@@ -1,0 +1,72 @@
+"""Speedup against batch: where the target's pass over K + 1 tokens is no longer nearly free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax import generation
+from specjax.checkpoint import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Rates of all rows together, in tokens per second of the decode loop, medians over repeats.
+
+    Attributes:
+      batch_size: rows.
+      plain: without speculation.
+      speculative: by K.
+    """
+
+    batch_size: int
+    plain: float
+    speculative: dict[int, float]
+
+    @property
+    def best(self) -> int:
+        """The K that is fastest; 0 where plain decoding is."""
+        k = max(self.speculative, key=self.speculative.__getitem__)
+        return k if self.speculative[k] > self.plain else 0
+
+    @property
+    def speedup(self) -> float:
+        """Of the fastest K."""
+        return max(self.speculative.values()) / self.plain
+
+
+def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str, Any], *, batch_sizes: Sequence[int],
+            num_speculative_tokens: Sequence[int], max_new_tokens: int, temperature: float, repeats: int,
+            on_point: Callable[[Point], None] | None = None) -> list[Point]:
+    """Decodes batches of prompts, which are used again where there are too few, plainly and with each K in turn.
+
+    Args:
+      target: the model.
+      prompts: token ids.
+      drafter: arguments of `generation.generate` that choose drafter and verification, but for K.
+      batch_sizes: to measure.
+      num_speculative_tokens: the values of K.
+      max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that the batch stays full.
+      temperature: of all rows.
+      repeats: of everything.
+      on_point: called with each point.
+    """
+    common = {name: drafter[name] for name in ("verify", "page_size", "implementation")}
+    points = []
+    for batch_size in batch_sizes:
+        options = dict(prompts=[prompts[i % len(prompts)] for i in range(batch_size)], max_new_tokens=max_new_tokens,
+                       temperature=temperature, seed=list(range(batch_size)), eos_ids=())
+        rates: dict[int, list[float]] = {k: [] for k in (0, *num_speculative_tokens)}
+        for _ in range(repeats):
+            for k, seen in rates.items():
+                run = (generation.generate(target, **drafter, num_speculative_tokens=k, **options) if k else
+                       generation.generate(target, "none", **common, **options))
+                seen.append(batch_size * max_new_tokens / run.decode_seconds)
+        medians = {k: float(np.median(seen)) for k, seen in rates.items()}
+        points.append(Point(batch_size, medians.pop(0), medians))
+        if on_point:
+            on_point(points[-1])
+    return points

@@ -1,0 +1,108 @@
+"""specjax bench decode: what speculation brings for each kind of text, what it costs, and what the formula predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import sys
+import time
+
+from absl import flags
+from rich import progress as progress_lib
+from rich.console import Console
+from rich.table import Table
+
+from specjax import generation
+from specjax.bench import domains, paging
+from specjax.cli import common, jsonl
+from specjax.errors import SpecJAXError
+
+FLAGS = flags.FLAGS
+PROMPTS = importlib.resources.files("specjax") / "data" / "bench_prompts.jsonl"
+
+# Published for Llama 70B with an 8B draft model on four A100s: acceptance and speedup.
+PUBLIC = {"code": (0.784, 2.58), "json": (0.862, 2.83), "docs": (0.719, 2.24), "prose": (0.541, 1.62)}
+
+
+def define_flags() -> None:
+    """Defines the flags of `specjax bench decode`."""
+    flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
+    common.define_decoding_flags(default=["ngram"])
+    flags.adopt_module_key_flags(common)  # so that they are in the help text, and in the output's "command"
+    flags.DEFINE_string("prompts_file", str(PROMPTS), "JSONL file of prompts, as for specjax generate, each with its "
+                        "'domain'.")
+    flags.DEFINE_integer("prompts_per_domain", None, "At most so many; by default all.")
+    flags.DEFINE_list("temperatures", ["0", "1"], "To decode at.")
+    flags.DEFINE_integer("max_new_tokens", 96, "Most tokens to generate per prompt.")
+    flags.DEFINE_integer("repeats", 1, "Runs of everything; rates are medians.")
+    flags.DEFINE_integer("seed", 0, "Of the first prompt; the others follow.")
+    flags.DEFINE_integer("paging_length", 512,
+                         "Also compare the paged cache with a contiguous one at this length; 0 is off.")
+    flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmark that the flags ask for."""
+    del argv
+    started = time.perf_counter()
+    common.check_at_least_1("repeats", "max_new_tokens", "prompts_per_domain")
+    temperatures = common.numbers("temperatures")
+    if "none" in FLAGS.drafter:
+        raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
+    if FLAGS.paging_length < 0:
+        raise SpecJAXError(f"--paging_length must be at least 0, got {FLAGS.paging_length}")
+    common.join_processes()
+    if FLAGS.output and common.is_first_process():
+        jsonl.refuse_existing(FLAGS.output)
+    rows = jsonl.read_prompts(FLAGS.prompts_file)
+    chosen: dict[str, list] = {}
+    for i, row in enumerate(rows, 1):
+        if "domain" not in row:
+            raise SpecJAXError(f"{FLAGS.prompts_file}: prompt {i} has no 'domain'")
+        chosen.setdefault(row["domain"], []).append(row["prompt"])
+    target, draft = common.load_models()
+    drafters = common.several_drafters(draft)
+    prompts = [(domain, generation.encode(target, prompt, f"a prompt of {domain}"))
+               for domain, of_domain in chosen.items() for prompt in of_domain[: FLAGS.prompts_per_domain]]
+    k = common.num_speculative_tokens()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    with progress_lib.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        total = len(prompts) * len(temperatures) * FLAGS.repeats * (1 + len(drafters))
+        task = bar.add_task("decoding", total=total)
+        figures = domains.by_domain(
+            target, prompts, drafters, temperatures=temperatures, max_new_tokens=FLAGS.max_new_tokens,
+            repeats=FLAGS.repeats, num_speculative_tokens=k, common=common.decoding_arguments(), seed=FLAGS.seed,
+            on_run=lambda: bar.advance(task))
+    console.print(table(figures, k))
+    print("plain, drafts: tokens/s. Predicted: (1-α^(K+1))/(1-α) tokens over K c + v plain steps; rounds without\n"
+          "drafts count as plain steps, a head behind another drafter as if it ran in every round. The last two\n"
+          "columns are published for Llama 70B with an 8B draft model on 4 x A100.")
+    result = {**common.provenance(__name__), "seed": FLAGS.seed, "num_speculative_tokens": k,
+              "rows": [dataclasses.asdict(row) | {"speedup": row.speedup} for row in figures]}  # fmt: skip
+    if FLAGS.paging_length:
+        paged, dense = paging.cost(target, length=FLAGS.paging_length, page_size=FLAGS.page_size, repeats=50)
+        print(f"A step at {FLAGS.paging_length} tokens: {1e3 * paged:.2f} ms with the paged cache, {1e3 * dense:.2f} "
+              f"ms with a contiguous one ({paged / dense - 1:+.1%}).")
+        result["paging"] = {"length": FLAGS.paging_length, "paged_seconds": paged, "contiguous_seconds": dense}
+    result["seconds"] = time.perf_counter() - started
+    if FLAGS.output and common.is_first_process():
+        jsonl.write_figures(FLAGS.output, result)
+
+
+def table(figures: list[domains.Row], k: int) -> Table:
+    """One line per domain, drafter and temperature."""
+    result = Table(title=f"Decoding by domain, K = {k}", title_justify="left", show_edge=False)
+    for column in ("domain", "drafter"):
+        result.add_column(column)
+    for column in ("T", "α", "at 1 2 3", "tok/round", "plain", "drafts", "speedup", "c", "v", "predicted", "real/pred",
+                   "public α", "speedup"):
+        result.add_column(column, justify="right", no_wrap=True)
+    for row in figures:
+        alpha, speedup = PUBLIC.get(row.domain, (None, None))
+        result.add_row(
+            row.domain, row.drafter, f"{row.temperature:g}", common.number(row.acceptance, 3),
+            " ".join(common.number(x) for x in row.by_position[:3]), f"{row.tokens_per_round:.2f}", f"{row.plain:.1f}",
+            f"{row.speculative:.1f}", f"{row.speedup:.2f}x", f"{row.draft:.3f}", f"{row.verify:.2f}",
+            f"{row.predicted:.2f}x", f"{row.speedup / row.predicted:.2f}", "" if alpha is None else f"{alpha:.3f}",
+            "" if speedup is None else f"{speedup:.2f}x")
+    return result

@@ -1,0 +1,70 @@
+"""specjax bench peers: decoding speed beside other engines: same weights, prompts, dtype and threads, in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from specjax.bench import peers
+from specjax.cli import common, demo, jsonl
+from specjax.errors import SpecJAXError
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of `specjax bench peers`."""
+    flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
+    common.define_decoding_flags(default="ngram")
+    flags.adopt_module_key_flags(common)  # so that they are in the help text, and in the output's "command"
+    flags.DEFINE_string("prompts_file", str(demo.PROMPTS), "JSONL file of prompts, as for specjax generate.")
+    flags.DEFINE_integer("max_new_tokens", 96, "Tokens to generate per prompt.")
+    flags.DEFINE_integer("repeats", 3, "Counted runs of everything; figures are medians.")
+    flags.DEFINE_list("peers", [], f"Other engines, each of which must be installed: {', '.join(peers.PEERS)}.")
+    flags.DEFINE_string("gguf", None, "For llama.cpp: the same weights as a float32 GGUF file.")
+    flags.DEFINE_integer("threads", len(os.sched_getaffinity(0)), "Of the other engines; ours are as many as cores.")
+    flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmark that the flags ask for."""
+    del argv
+    if FLAGS.drafter == "none":
+        raise SpecJAXError("--drafter=none: bench compares a drafter with plain decoding")
+    common.check_at_least_1("repeats", "max_new_tokens", "threads")
+    common.join_processes()
+    if FLAGS.output and common.is_first_process():
+        jsonl.refuse_existing(FLAGS.output)
+    rows = jsonl.read_prompts(FLAGS.prompts_file)
+    for row in rows:
+        if own := [name for name in jsonl.ROW_OPTIONS if name in row]:
+            raise SpecJAXError(f"{FLAGS.prompts_file}: bench decodes greedily, so that a prompt has no {own[0]!r} here")
+    prompts = {row.get("name", f"prompt {i}"): row["prompt"] for i, row in enumerate(rows)}
+    if len(prompts) < len(rows):
+        raise SpecJAXError(f"{FLAGS.prompts_file}: two prompts have the same name")
+    target, draft = common.load_models()
+    figures = peers.compare(target, prompts, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
+                            drafter=common.drafter_arguments(draft), names=FLAGS.peers, gguf=FLAGS.gguf,
+                            threads=FLAGS.threads)
+    console = Console(highlight=False)
+    k = common.num_speculative_tokens()
+    table = Table(title=f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}", title_justify="left",
+                  show_edge=False)
+    table.add_column("prompt")
+    for column in ("plain", "of floor", "drafts", "speedup", *FLAGS.peers):
+        table.add_column(column, justify="right")
+    for row in figures:
+        others = [f"{rate:.1f} ({(row.speculative if 'lookup' in name else row.plain) / rate:.2f}x)"
+                  for name, rate in row.peers.items()]
+        table.add_row(row.name, f"{row.plain:.1f}", f"{row.plain / row.floor:.2f}", f"{row.speculative:.1f}",
+                      f"{row.speculative / row.plain:.2f}x", *others)
+    console.print(table)
+    print("The floor is the time that reading as many bytes as the weights have takes on this machine."
+          + (" In brackets: our rate over theirs, with drafts where they look up." if FLAGS.peers else ""))
+    if FLAGS.output and common.is_first_process():
+        jsonl.write_figures(FLAGS.output, {**common.provenance(__name__),
+                                           "rows": [dataclasses.asdict(row) for row in figures]})

@@ -1,0 +1,76 @@
+"""specjax bench saturation: speedup against batch: where speculation stops paying, and the best K for each batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from specjax import generation
+from specjax.bench import plots, saturation
+from specjax.cli import bench_decode, common, jsonl
+from specjax.errors import SpecJAXError
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the flags of `specjax bench saturation`."""
+    flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
+    common.define_decoding_flags(default="ngram")
+    flags.adopt_module_key_flags(common)
+    flags.DEFINE_string("prompts_file", str(bench_decode.PROMPTS), "JSONL file of prompts, as for specjax generate.")
+    flags.DEFINE_list("batch_sizes", ["1", "2", "4", "8", "16", "32", "64"], "To measure.")
+    flags.DEFINE_list("draft_lengths", ["1", "3", "5", "7"], "The values of K.")
+    flags.DEFINE_float("temperature", 0.0, "Of all rows.")
+    flags.DEFINE_integer("max_new_tokens", 48, "Tokens to generate per row.")
+    flags.DEFINE_integer("repeats", 1, "Runs of everything; rates are medians.")
+    flags.DEFINE_string("plot", None, "PNG file to draw to; it must not exist.")
+    flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmark that the flags ask for."""
+    del argv
+    if FLAGS.drafter == "none":
+        raise SpecJAXError("--drafter=none: bench compares a drafter with plain decoding")
+    common.check_at_least_1("repeats", "max_new_tokens")
+    batch_sizes, ks = common.numbers("batch_sizes", int), common.numbers("draft_lengths", int)
+    if FLAGS.num_speculative_tokens is not None:
+        raise SpecJAXError("--num_speculative_tokens: here it is --draft_lengths, which may be several")
+    common.join_processes()
+    for path in filter(None, (FLAGS.output, FLAGS.plot) if common.is_first_process() else ()):
+        jsonl.refuse_existing(path)
+    rows = jsonl.read_prompts(FLAGS.prompts_file)
+    target, draft = common.load_models()
+    prompts = [generation.encode(target, row["prompt"], f"prompt {i}") for i, row in enumerate(rows, 1)]
+    drafter = common.drafter_arguments(draft)
+    del drafter["num_speculative_tokens"]
+    console = Console(highlight=False)
+    points = saturation.measure(
+        target, prompts, drafter, batch_sizes=batch_sizes, num_speculative_tokens=ks,
+        max_new_tokens=FLAGS.max_new_tokens, temperature=FLAGS.temperature, repeats=FLAGS.repeats,
+        on_point=lambda point: print(f"batch {point.batch_size}: {point.speedup:.2f}x", flush=True))
+    console.print(table(points))
+    paying = [str(point.batch_size) for point in points if point.best]
+    print(f"Speculation pays at batches of {', '.join(paying) or 'none of these sizes'}.")
+    if FLAGS.plot and common.is_first_process():
+        plots.saturation(points, f"{FLAGS.drafter}, temperature {FLAGS.temperature:g}", FLAGS.plot)
+    if FLAGS.output and common.is_first_process():
+        jsonl.write_figures(FLAGS.output, {
+            **common.provenance(__name__),
+            "points": [dataclasses.asdict(point) | {"best": point.best, "speedup": point.speedup} for point in points]})
+
+
+def table(points: list[saturation.Point]) -> Table:
+    """One line per batch."""
+    result = Table(title="tokens/s of all rows together", title_justify="left", show_edge=False)
+    for column in ("batch", "plain", *(f"K = {k}" for k in points[0].speculative), "best K", "its speedup"):
+        result.add_column(column, justify="right")
+    for point in points:
+        result.add_row(str(point.batch_size), f"{point.plain:.1f}",
+                       *(f"{rate:.1f} ({rate / point.plain:.2f}x)" for rate in point.speculative.values()),
+                       str(point.best) if point.best else "none", f"{point.speedup:.2f}x")
+    return result

@@ -1,0 +1,190 @@
+"""`specjax bench`: what the commands write can be traced, and figures follow from what they are made of."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import similar, tiny, tiny_head
+from drive_cli import check_refused, write_model, write_prompts
+
+from specjax import generation
+from specjax.bench import costs, domains, saturation, synthetic
+from specjax.checkpoint import Model
+from specjax.config import LlamaConfig
+from specjax.drafters import base
+from specjax.errors import SpecJAXError
+from specjax.metrics import Acceptance
+
+TARGET = tiny(6)
+MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
+SHAPE = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
+                    head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "target")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_prompts(tmp_path / "prompts.jsonl", {"name": "greeting", "prompt": "hello", "domain": "prose"},
+                         {"prompt": "or", "domain": "code"}, {"prompt": "hello hello world", "domain": "code"})
+
+
+def stats(rate, num_rounds, with_drafts):
+    return Acceptance(0, num_rounds, with_drafts, np.nan, np.nan, rate, ())
+
+
+def test_the_prediction_is_the_formula_with_silent_rounds_as_plain_steps():
+    cost = costs.Costs(plain_seconds=0.1, draft=0.05, verify=1.4)
+    E = (1 - 0.6**4) / 0.4
+    assert costs.predicted_speedup(stats(0.6, 10, 10), cost, 3) == pytest.approx(E / (3 * 0.05 + 1.4))
+    assert costs.predicted_speedup(stats(0.6, 10, 5), cost, 3) == pytest.approx((E + 1) / (3 * 0.05 + 1.4 + 1))
+    assert costs.predicted_speedup(stats(np.nan, 10, 0), cost, 3) == 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle", "draft_model"])
+def test_costs_are_those_of_rounds_in_which_everything_is_drafted(name):
+    """A plain step, a round of free drafts and one of real ones: by the tokens that a round has room for."""
+    config, params = {"ngram": (None, None), "eagle": tiny_head(TARGET), "draft_model": similar(6)}[name]
+    drafter = base.make(name, 3, TARGET.config, config)
+    found = costs.measure(MODEL, drafter, params, batch_size=2, length=9, temperature=1.0, verify="rejection",
+                          page_size=4, implementation=None, repeats=2)
+    assert found.plain_seconds > 0 and found.verify > 0 and np.isfinite(found.draft)
+
+
+def test_decode(command, folder, prompts, tmp_path):
+    outcome = command("bench", "decode", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=12",
+                      "--drafter=ngram", "--drafter=draft_model", f"--draft={folder}", "--num_speculative_tokens=2",
+                      "--paging_length=20", f"--output={tmp_path / 'out.json'}")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "A step at 20 tokens: " in outcome.out and "real/pred" in outcome.out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["domain"], row["drafter"], row["temperature"]) for row in result["rows"]] == [
+        (domain, drafter, temperature) for temperature in (0, 1) for drafter in ("ngram", "draft_model")
+        for domain in ("code", "prose")]
+    for row in result["rows"]:
+        assert row["prompts"] == (2 if row["domain"] == "code" else 1)
+        assert row["speedup"] == pytest.approx(row["speculative"] / row["plain"])
+        if row["drafter"] == "draft_model" and row["temperature"] == 0:
+            assert row["acceptance"] == 1 and row["by_position"] == [1, 1]  # it is the target
+    assert {"versions", "device", "command", "seed", "num_speculative_tokens"} <= result.keys()
+    assert result["paging"]["length"] == 20
+
+
+def test_a_changed_greedy_text_stops_the_benchmark(monkeypatch):
+    generate = generation.generate
+
+    def wrong(target, drafter, prompts, **options):
+        if drafter != "none":
+            prompts = [[9, 9, 9]]
+        return generate(target, drafter, prompts, **options)
+
+    monkeypatch.setattr(generation, "generate", wrong)
+    with pytest.raises(SpecJAXError, match="a prompt of code: speculation with ngram changed the greedy text"):
+        domains.by_domain(MODEL, [("code", (1, 2, 3))], {"ngram": {"drafter": "ngram"}}, temperatures=[0.0],
+                          max_new_tokens=8, repeats=1, num_speculative_tokens=2,
+                          common={"verify": "rejection", "page_size": 8, "implementation": None})
+
+
+def test_saturation(command, folder, prompts, tmp_path):
+    outcome = command("bench", "saturation", f"--target={folder}", f"--prompts_file={prompts}", "--batch_sizes=1,4",
+                      "--draft_lengths=1,2", "--max_new_tokens=8", f"--plot={tmp_path / 'plot.png'}",
+                      f"--output={tmp_path / 'out.json'}")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    points = json.loads((tmp_path / "out.json").read_text())["points"]
+    assert [point["batch_size"] for point in points] == [1, 4]
+    for point in points:
+        rates = {int(k): rate for k, rate in point["speculative"].items()}
+        assert set(rates) == {1, 2} and point["speedup"] == pytest.approx(max(rates.values()) / point["plain"])
+
+
+def test_the_best_k_is_the_fastest_or_none():
+    assert saturation.Point(1, 10.0, {1: 11.0, 3: 20.0, 5: 15.0}).best == 3
+    assert saturation.Point(64, 30.0, {1: 29.0, 3: 20.0}).best == 0
+
+
+def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
+    """Always where the rest adds nothing, and less the more it adds."""
+    found = []
+    for epsilon in (0.0, 0.3, 3.0):
+        target, draft = synthetic.make_pair(SHAPE, 2, 0, jnp.float32, epsilon)
+        run = generation.generate(target, "draft_model", [[1, 2, 3]] * 8, draft=draft, num_speculative_tokens=2,
+                                  temperature=1.0, seed=list(range(8)), max_new_tokens=40)
+        found.append(synthetic.metrics.acceptance(run.completions, 2).rate)
+    assert found[0] == 1 and found[0] > found[1] > found[2]
+
+
+def test_gpu_in_small(command, tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+              "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "hidden_act": "silu"}
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
+    outcome = command("bench", "gpu", f"--target={tmp_path / 'shape'}", "--draft_layers=2", "--acceptance=0.7",
+                      "--num_speculative_tokens=2", "--max_speculative_tokens=2", "--batch_size=24",
+                      "--prompt_length=8", "--max_new_tokens=48", "--dtype=float32", "--repeats=1", "--copy_bytes=4096",
+                      f"--output={tmp_path / 'out.json'}")
+    assert (outcome.code, outcome.err) == (0, "")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["acceptance"] == pytest.approx(0.7, abs=0.08)
+    assert set(result["verify_by_k"]) == {"1", "2"} and result["plain"] > 0 and result["copy_bandwidth"] > 0
+    assert "realised / predicted" in outcome.out
+
+
+@pytest.mark.parametrize("mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"])
+def test_peers(command, folder, prompts, tmp_path, mesh):
+    outcome = command("bench", "peers", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=20",
+                      "--repeats=1", f"--output={tmp_path / 'out.json'}", *mesh)
+    assert (outcome.code, outcome.err) == (0, "")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["name"], row["tokens"]) for row in rows] == [("greeting", 20), ("prompt 1", 20), ("prompt 2", 20)]
+    assert all(min(row["plain"], row["speculative"], row["floor"]) > 0 for row in rows)
+
+
+def test_peers_with_transformers(command, folder, prompts, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    outcome = command("bench", "peers", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=20",
+                      "--repeats=1", "--peers=transformers,transformers_lookup", f"--output={tmp_path / 'out.json'}")
+    assert outcome.code == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert all(set(row["peers"]) == {"transformers", "transformers_lookup"} for row in rows)
+
+
+@pytest.mark.parametrize(("arguments", "parts"), [
+    (["peers", "--peers=vllm"], ["peer 'vllm' is not known; known: transformers"]),
+    (["decode", "--temperatures=hot"], ["--temperatures must be numbers"]),
+    (["decode", "--temperatures=-1"], ["--temperatures must be at least 0"]),
+    (["decode", "--drafter=none"], ["--drafter=none"]),
+    (["decode", "--drafter=eagle", "--drafter=draft_model"], ["there is one --draft"]),
+    (["decode", "--drafter=ngram", "--repeats=0"], ["--repeats must be at least 1"]),
+    (["saturation", "--batch_sizes=0,1"], ["--batch_sizes must be at least 1"]),
+    (["saturation", "--drafter=none"], ["--drafter=none"]),
+    (["gpu", "--draft_layers=4"], ["1 to 3 of the target's layers, got 4"]),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused(command, folder, prompts, tmp_path, arguments, parts):
+    shape = write_model(tmp_path / "shape", num_hidden_layers=4)
+    extra = [f"--target={shape}", f"--output={tmp_path / 'new.json'}"]
+    if arguments[0] != "gpu":
+        extra.append(f"--prompts_file={prompts}")
+    check_refused(command("bench", *arguments, *extra), *parts)
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_prompts_without_a_domain_are_refused(command, folder, tmp_path):
+    path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "hello"})
+    check_refused(command("bench", "decode", f"--target={folder}", "--drafter=ngram", f"--prompts_file={path}"), path,
+                  "prompt 1 has no 'domain'")
+
+
+def test_the_prompts_that_ship_are_of_four_domains():
+    from specjax.cli import bench_decode, jsonl
+
+    rows = jsonl.read_prompts(str(bench_decode.PROMPTS))
+    counts = {domain: sum(row["domain"] == domain for row in rows) for domain in bench_decode.PUBLIC}
+    assert all(count >= 12 for count in counts.values()) and sum(counts.values()) == len(rows)
+    assert len({json.dumps(row["prompt"]) for row in rows}) == len(rows)
