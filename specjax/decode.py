@@ -355,3 +355,8 @@ def _agreed(tree, cfg: DecodeConfig, split: tuple[str, ...] = ()):
         return tree
     is_first = jax.lax.axis_index(copies) == 0
     return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_first, x, 0), copies), tree)
+
+
+# What callers outside a jit of their own use: one compiled program for all of them.
+init_jit = jax.jit(init, static_argnums=(2, 8))
+generate_jit = jax.jit(generate, static_argnums=2, donate_argnums=3)

@@ -184,18 +184,18 @@ def generate(
     max_length_B[batch_size:] = 0  # what fills up emits nothing
     arrays = sharding.put((tokens_BS, length_B, max_length_B, *others), target.mesh)
     start = time.perf_counter()
-    state = jax.block_until_ready(_init(target.params, drafter_params, cfg, *arrays, chunk))
+    state = jax.block_until_ready(decode.init_jit(target.params, drafter_params, cfg, *arrays, chunk))
     prefill_seconds = time.perf_counter() - start
     # No rounds: this only compiles, where that has not been done yet.
     none = sharding.put(np.int32(0), target.mesh)
-    state = jax.block_until_ready(_generate(target.params, drafter_params, cfg, state, none))
+    state = jax.block_until_ready(decode.generate_jit(target.params, drafter_params, cfg, state, none))
 
     decode_seconds = 0.0
     rounds_at_once = sharding.put(np.int32(ROUNDS_PER_CALL if on_tokens else np.iinfo(np.int32).max), target.mesh)
     reported_B = length_B[:batch_size].copy()
     while True:
         start = time.perf_counter()
-        state = _generate(target.params, drafter_params, cfg, state, rounds_at_once)
+        state = decode.generate_jit(target.params, drafter_params, cfg, state, rounds_at_once)
         done = not sharding.get(state.active_B).any()
         decode_seconds += time.perf_counter() - start
         if on_tokens:
@@ -204,10 +204,6 @@ def generate(
             break
     completions = _completions(state, target, batch_size)
     return Generation(completions, prefill_seconds, decode_seconds, max(len(c.emitted) for c in completions))
-
-
-_init = jax.jit(decode.init, static_argnums=(2, 8))
-_generate = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
 
 
 def encode(model: Model, prompt: Prompt, name: str) -> tuple[int, ...]:

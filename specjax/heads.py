@@ -117,6 +117,7 @@ def check(path: str | os.PathLike, target: LlamaConfig, mesh: Mesh | None = None
 
 def read_config(folder: pathlib.Path) -> HeadConfig:
     """The shape of a head. Raises SpecJAXError for a folder that has none."""
+    files.refuse_incomplete(folder)
     if not (folder / "config.json").exists():
         raise SpecJAXError(f"{folder}: no config.json: not the folder of a head")
     fields = files.read_json(folder / "config.json")

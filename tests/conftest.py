@@ -36,8 +36,8 @@ from specjax.drafters import base, eagle
 from specjax.drafters.eagle import HeadConfig
 from specjax.train import init_head
 
-INIT = jax.jit(decode.init, static_argnums=(2, 8))
-GENERATE = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
+INIT = decode.init_jit
+GENERATE = decode.generate_jit
 
 # One shape for most runs, so that they share compiled programs.
 CAPACITY = 48
@@ -70,16 +70,19 @@ def tiny_head(target: Model, taps: tuple[int, ...] = (), num_draft_tokens: int |
     """A head for a tiny target, as training begins with it: its configuration and the parameters for decoding."""
     config = init_head.config(target.config, taps, num_draft_tokens)
     params = init_head.initial_params(config, target.params, jax.random.key(0))
-    ids_U = None if num_draft_tokens is None else jnp.arange(num_draft_tokens, dtype=jnp.int32) * 2 % 31
+    V = target.config.vocab_size
+    ids_U = None if num_draft_tokens is None else jnp.arange(num_draft_tokens, dtype=jnp.int32) * 2 % (V - 1 + V % 2)
     return config, eagle.for_decoding(params, ids_U, target.params)
 
 
 def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
-    """The drafter called `name` and the params to give to the loop: none, the draft model's, or those of a head."""
+    """The drafter called `name` and the params to give to the loop: none, the draft model's, or those of a head: one of
+    some layers that guesses some tokens, or behind another drafter one of the last layer that guesses all."""
     needs = base.needs(name)
     config, params = None, None
     if HeadConfig in needs:
-        config, params = tiny_head(target)
+        L, V = target.config.num_layers, target.config.vocab_size
+        config, params = tiny_head(target) if "," in name else tiny_head(target, tuple({0, L - 1}), V * 2 // 3)
     elif LlamaConfig in needs:
         config, params = draft
     params = tuple(params if kind else None for kind in needs)

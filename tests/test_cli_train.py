@@ -10,7 +10,7 @@ from drive_cli import check_refused, write_lines, write_model, write_prompts
 import specjax
 from specjax import heads
 
-RUN = ("--num_slots=24", "--generate_batch_size=4", "--steps=6", "--batch_size=2", "--num_steps=2", "--eval_every=3",
+RUN = ("--num_slots=24", "--generate_batch_size=4", "--steps=6", "--batch_size=2", "--eval_every=3",
        "--learning_rate=0.01")
 
 
@@ -36,7 +36,7 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
     shards = sorted((output / "rows").glob("*.safetensors"))
     assert len(shards) == 1
     arguments = ("train", f"--target={folder}", f"--output={output}", f"--self_generate={prompts}",
-                 f"--held_out={output / 'rows'}", "--num_draft_tokens=40", *RUN)
+                 f"--held_out={output / 'rows'}", "--num_draft_tokens=40", "--num_steps=2", *RUN)
     stopped = command(*arguments, "--max_minutes=0")
     assert (stopped.code, stopped.err) == (0, "")
     assert "step 1 of 6: the same command goes on" in stopped.out
@@ -55,6 +55,11 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
     assert "identical" in run.out
 
     check_refused(command(*arguments, "--learning_rate=0.5"), "learning_rate=0.01, and here it is 0.5")
+    check_refused(command(*arguments, "--loss=tv"), "loss='kl', and here it is 'tv'")
+    (tmp_path / "other" / "drafter").mkdir(parents=True)
+    other = [argument.replace(str(output), str(tmp_path / "other")) if "--output" in argument else argument
+             for argument in arguments]
+    check_refused(command(*other), str(tmp_path / "other" / "drafter"), "exists")
 
 
 def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
@@ -81,24 +86,32 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     ([], ["nothing to train on", "--data", "--self_generate"]),
     (["--data={text}", "--taps=a"], ["--taps must be numbers of layers"]),
     (["--data={text}", "--taps=1,5"], ["taps must be rising layers of the target, 0 to 1, got 1, 5"]),
-    (["--data={text}", "--num_draft_tokens=0"], ["num_draft_tokens must be in 1 to"]),
+    (["--data={text}", "--num_draft_tokens=0"], ["--num_draft_tokens must be at least 1"]),
+    (["--data={text}", "--num_draft_tokens=9999"], ["num_draft_tokens must be in 1 to"]),
+    (["--data={text}", "--num_slots=12"], ["--num_slots must be at least 14"]),
+    (["--data={text}", "--only_generate"], ["--only_generate: there are no prompts"]),
+    (["--data={text}", "--patience=2"], ["--patience=2: nothing is evaluated without --held_out"]),
+    (["--data={text}", "--batch_size=999"], ["rows to train on, fewer than a batch of 999"]),
+    (["--self_generate={sampled}"], ["sampled.jsonl, line 1: unknown key 'seed'"]),
     (["--data={text}", "--learning_rate=-1"], ["learning_rate must be positive"]),
     (["--data={text}", "--draft_config=x"], ["--draft_config is for draft models"]),
     (["--data={text}", "--drafter=draft_model"], ["either --draft or --draft_config"]),
-    (["--data={text}", "--drafter=draft_model", "--taps=1"], ["--taps and --num_draft_tokens are for heads"]),
+    (["--data={text}", "--drafter=draft_model", "--taps=1"], ["--taps is for heads"]),
     (["--data={broken}"], ["broken.jsonl, line 2: not JSON"]),
     (["--data={empty}"], ["there is no text to train on in", "empty.txt"]),
     (["--data={tmp}"], ["has no rows (*.safetensors)"]),
     (["--data=nowhere.txt"], ["cannot read nowhere.txt"]),
     (["--data={text}", "--draft={tmp}"], ["not the folder of a head"]),
     (["--data={text}", "--data_parallel=3", "--tensor_parallel=4"], ["takes 12 devices"]),
+    (["--data={text}", "--data_parallel=4"], ["2 rows at a time", "cannot be split over data_parallel=4"]),
     (["--data={text}", "--accumulate=3"], ["accumulate=3 does not divide batch_size=2"]),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_computed(command, folder, tmp_path, arguments, parts):
     files = {"text": tmp_path / "text.txt", "broken": tmp_path / "broken.jsonl", "empty": tmp_path / "empty.txt",
-             "tmp": tmp_path / "folder"}
+             "sampled": tmp_path / "sampled.jsonl", "tmp": tmp_path / "folder"}
     files["text"].write_text("hello world or " * 40)
     write_lines(files["broken"], '"hello world"', "{")
+    write_prompts(files["sampled"], {"prompt": "hello", "seed": 1})
     files["empty"].write_text("")
     files["tmp"].mkdir()
     output = tmp_path / "run"

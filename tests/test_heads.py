@@ -1,5 +1,6 @@
 """Heads on disk: what was saved is loaded, and what cannot be used is refused by name."""
 
+import dataclasses
 import json
 
 import jax
@@ -60,10 +61,14 @@ def test_a_head_that_does_not_fit_is_refused(folder, change, message):
         heads.load(folder, MODEL)
 
 
-def test_width_and_vocabulary_are_named(folder):
-    other = tiny(6, vocab_size=5, num_layers=3)
-    with pytest.raises(SpecJAXError, match="its vocabulary is 32, the target's 5"):
-        heads.load(folder, Model(other.config, other.params, None, (), "other"))
+@pytest.mark.parametrize(("change", "message"), [
+    ({"vocab_size": 5}, "its vocabulary is 32, the target's 5"),
+    ({"hidden_size": 32}, "its width is 16, the target's 32"),
+])  # fmt: skip
+def test_a_head_for_another_target_says_so(folder, change, message):
+    other = dataclasses.replace(MODEL, config=dataclasses.replace(TARGET.config, **change))
+    with pytest.raises(SpecJAXError, match=f"{folder}: the head is for another target: {message}"):
+        heads.load(folder, other)
 
 
 def test_ids_that_are_no_tokens_and_missing_tensors_are_refused(folder):

@@ -11,13 +11,13 @@ import optax
 import pytest
 from conftest import full_logits, full_taps, similar, tiny
 
-from specjax import generation
+from specjax import generation, llama
 from specjax.checkpoint import Model
 from specjax.errors import SpecJAXError
 from specjax.sharding import make_mesh, shardings
 from specjax.train import curves, data, evaluate, init_head, trainer
 from specjax.train.data import Dataset, Rows
-from specjax.train.objective import Objective, kl, tv
+from specjax.train.objective import Objective, kl, tv, unrolled
 from specjax.train.self_generate import self_generate
 from specjax.train.trainer import TrainConfig
 
@@ -235,6 +235,28 @@ def test_scores_are_counted_by_hand():
             score, = (s for s in scores if (s.temperature, s.domain, s.text) == (temperature, domain, "all"))
             assert score.places == len(values)
             np.testing.assert_allclose(score.by_position[0], values.mean(), rtol=1e-4)
+
+
+def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
+    """Its guesses and laws beside the target's, place by place, over the whole vocabulary though it guesses a part."""
+    config = init_head.config(TARGET.config, (0, 1), num_draft_tokens=14)
+    params, ids_U = init_head.initial_params(config, TARGET.params, jax.random.key(3)), np.arange(1, 29, 2)
+    scores = evaluate.Evaluation(Objective(TARGET.config, config), TARGET.params, rows(count=4), num_positions=2)(
+        params, jnp.asarray(ids_U))
+    found = {(score.temperature, score.domain): score.by_position for score in scores if score.text == "all"}
+    tokens_RS, said_RS = (rows(count=4).fields(name) for name in ("tokens_RS", "said_RS"))
+    p_RSV = np.asarray(jax.nn.softmax(full_logits(TARGET, tokens_RS)))
+    hidden = unrolled(params, config, TARGET.config, TARGET.params, full_taps(TARGET, tokens_RS, (0, 1)), tokens_RS, 2)
+    q_IRNU = np.asarray(jax.nn.softmax(jnp.stack(hidden) @ llama.output_rows(TARGET.params, ids_U).T))
+    for row, (temperature, domain) in enumerate([(0, "a"), (1, "a"), (0, "b"), (1, "b")]):
+        expected = [[], []]
+        for i, place in np.ndindex(q_IRNU.shape[0], q_IRNU.shape[2]):
+            if said_RS[row, place + 2 : place + 3 + i].all():  # this guess, and those before it
+                p_V, q_V = p_RSV[row, place + 1 + i], np.zeros(32)
+                q_V[ids_U] = q_IRNU[i, row, place]
+                right = p_V.argmax() == q_V.argmax() if temperature == 0 else np.minimum(p_V, q_V).sum()
+                expected[i].append(right)
+        np.testing.assert_allclose(found[temperature, domain], [np.mean(values) for values in expected], atol=1e-5)
 
 
 def test_loops_are_told_from_the_rest():

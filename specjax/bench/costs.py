@@ -79,7 +79,7 @@ def measure(target: Model, drafter: Drafter, drafter_params: Any, *, batch_size:
         cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, implementation,
                            target.mesh)
         step = jax.jit(decode.step, static_argnums=2, donate_argnums=3)
-        carry = [jax.jit(decode.init, static_argnums=(2, 8))(target.params, params, cfg, *arrays, 64)]
+        carry = [decode.init_jit(target.params, params, cfg, *arrays, 64)]
 
         def again():
             carry[0] = step(target.params, params, cfg, carry[0])

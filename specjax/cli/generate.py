@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     """Runs the generation that the flags ask for; returns 1 where --compare finds texts that should be equal and are
     not."""
     del argv
-    rows = jsonl.read_prompts(FLAGS.prompts_file) if FLAGS.prompts_file else []
+    rows = jsonl.read_prompts(FLAGS.prompts_file, jsonl.ROW_OPTIONS) if FLAGS.prompts_file else []
     prompts = [row["prompt"] for row in rows] + FLAGS.prompt
     if not prompts:
         raise SpecJAXError("there is no prompt: give --prompt or --prompts_file")

@@ -16,31 +16,31 @@ from specjax.generation import Generation, Prompt
 ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 
 
-def read_prompts(path: str) -> list[dict]:
+def read_prompts(path: str, options: tuple[str, ...] = ()) -> list[dict]:
     """Lines of a prompts file as dictionaries with "prompt" (text or messages), perhaps a "name" of
-    its own, the "domain" that its text is of, and some of `ROW_OPTIONS`.
+    its own, the "domain" that its text is of, and some of `options`, which are of `ROW_OPTIONS`.
 
     Raises:
       SpecJAXError: naming the file and the line.
     """
-    rows = [_row(value, where) for where, value in files.json_lines(pathlib.Path(path))]
+    rows = [_row(value, where, options) for where, value in files.json_lines(pathlib.Path(path))]
     if not rows:
         raise SpecJAXError(f"{path} has no prompts")
     return rows
 
 
-def _row(value: Any, where: str) -> dict:
+def _row(value: Any, where: str, options: tuple[str, ...]) -> dict:
     row = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise SpecJAXError(f"{where}: must be a string, or an object with either 'prompt' or 'messages'")
-    known = ("prompt", "messages", "name", "domain", *ROW_OPTIONS)
+    known = ("prompt", "messages", "name", "domain", *options)
     unknown = sorted(set(row) - set(known))
     if unknown:
         raise SpecJAXError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
     for name in ("name", "domain"):
         if not isinstance(row.get(name, ""), str):
             raise SpecJAXError(f"{where}: {name!r} must be a string")
-    for option in ROW_OPTIONS:
+    for option in options:
         if option in row and (isinstance(row[option], bool) or not isinstance(row[option], int | float)):
             raise SpecJAXError(f"{where}: {option!r} must be a number, got {row[option]!r}")
     if "messages" not in row:

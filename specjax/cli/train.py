@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import shutil
 
@@ -25,6 +26,7 @@ from specjax.train.trainer import TrainConfig
 
 FLAGS = flags.FLAGS
 LOG_EVERY = 50  # steps, where there is no progress bar
+RUN_FLAGS = ("target", "drafter", "draft", "data", "held_out", "self_generate", "loss", "num_steps", "dtype")
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}  # but "steps", which has none
 
 
@@ -70,18 +72,19 @@ def main(argv: list[str]) -> None:
     del argv
     cfg = TrainConfig(**{name: getattr(FLAGS, name) for name in DEFAULTS})
     output = pathlib.Path(FLAGS.output)
+    _check_flags()
     opened = checkpoint.open_source(FLAGS.target)
     prompts = jsonl.read_prompts(FLAGS.self_generate) if FLAGS.self_generate else []
-    if not prompts and not FLAGS.data:
-        raise SpecJAXError("there is nothing to train on: give --data or --self_generate")
     if opened.tokenizer is None and any(not pathlib.Path(path).is_dir() for path in [*FLAGS.data, *FLAGS.held_out]):
         raise SpecJAXError(f"{FLAGS.target} has no tokenizer, which texts need")
     shape = _shape(opened.config)
     rows, held_out = (_open(paths, opened.tokenizer) for paths in (FLAGS.data, FLAGS.held_out))
     mesh = common.make_mesh()
-    identity = {"target": FLAGS.target, "drafter": FLAGS.drafter, "shape": dataclasses.asdict(shape),
-                "loss": FLAGS.loss, "num_steps": FLAGS.num_steps}
+    cfg.check(sum(map(len, rows)) + len(prompts), mesh)
+    identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS} | {"shape": dataclasses.asdict(shape)}
     files.check_claim(output / "run", trainer.RUN, identity | dataclasses.asdict(cfg))  # as training will, and more
+    if not (output / "run").exists():
+        files.refuse_existing(output / "drafter")
     output.mkdir(parents=True, exist_ok=True)
 
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
@@ -110,11 +113,26 @@ def main(argv: list[str]) -> None:
         console.print(score_table(result.scores))
 
 
+def _check_flags() -> None:
+    """Raises SpecJAXError for flags that do not go together, or that nothing would come of."""
+    common.check_at_least_1("num_steps", "generate_batch_size", "num_draft_tokens")
+    if not FLAGS.self_generate and not FLAGS.data:
+        raise SpecJAXError("there is nothing to train on: give --data or --self_generate")
+    if FLAGS.only_generate and not FLAGS.self_generate:
+        raise SpecJAXError("--only_generate: there are no prompts in --self_generate")
+    if FLAGS.patience and not FLAGS.held_out:
+        raise SpecJAXError(f"--patience={FLAGS.patience}: nothing is evaluated without --held_out")
+    if (least := data.SKIPPED + 3 + FLAGS.num_steps) > FLAGS.num_slots:
+        raise SpecJAXError(f"--num_slots must be at least {least}, got {FLAGS.num_slots}: nothing would be guessed")
+    if FLAGS.drafter == "draft_model":
+        given = [name for name in ("taps", "num_draft_tokens", "num_steps", "unroll_from") if FLAGS[name].present]
+        if given:
+            raise SpecJAXError(f"--{given[0]} is for heads")
+
+
 def _shape(target):
     """Configuration of what is to be trained."""
     if FLAGS.drafter == "draft_model":
-        if FLAGS.taps or FLAGS.num_draft_tokens is not None:
-            raise SpecJAXError("--taps and --num_draft_tokens are for heads")
         if (FLAGS.draft is None) == (FLAGS.draft_config is None):
             raise SpecJAXError("a draft model begins with either --draft or --draft_config")
         cfg = checkpoint.open_source(FLAGS.draft).config if FLAGS.draft else plan.read_model_config(FLAGS.draft_config)
@@ -179,18 +197,9 @@ def _initial(objective: Objective, target: checkpoint.Model, rows: data.Dataset)
     if FLAGS.draft:
         _, params, draft_ids_U = heads.read(FLAGS.draft)
         return _placed(jax.tree.map(lambda x: x.astype(jnp.float32), params), target), draft_ids_U
-    draft_ids_U = None
-    if FLAGS.num_draft_tokens is not None:
-        most = np.argsort(-data.token_counts(rows, target.config.vocab_size), kind="stable")[: FLAGS.num_draft_tokens]
-        draft_ids_U = jnp.asarray(np.sort(most), jnp.int32)
-    longest = np.argsort(-rows.fields("length_R"), kind="stable")[: 2 * sharding.num_parts(target.mesh)]
-    few = rows.batch(longest, objective.taps, 1.0)
-    last_BSD = objective.features(target.params, few)[objective.taps.index(objective.drafter.taps[-1])]
-    weight_BS = few.weight_BS > 0
-    size = float(jnp.sqrt((jnp.where(weight_BS[..., None], last_BSD, 0) ** 2).sum() / weight_BS.sum()
-                          / last_BSD.shape[-1]))  # fmt: skip
-    params = init_head.initial_params(objective.drafter, target.params, rng, size)
-    return _placed(params, target), draft_ids_U
+    params = init_head.initial_params(objective.drafter, target.params, rng,
+                                      init_head.residual_size(objective, target, rows))
+    return _placed(params, target), init_head.likely_tokens(rows, objective.drafter)
 
 
 def _placed(params, target: checkpoint.Model):
@@ -232,12 +241,13 @@ def _write(output: pathlib.Path, objective: Objective, target: checkpoint.Model,
     jsonl.write_figures(str(output / "evaluation.json"), {
         "step": result.step, "scores": [dataclasses.asdict(score) for score in result.scores],
         **common.provenance(__name__)})
-    folder = output / "drafter"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder, new = output / "drafter", output / f"drafter.new-{os.getpid()}"
     if objective.is_head:
-        heads.save(folder, objective.drafter, result.params, draft_ids_U)
+        heads.save(new, objective.drafter, result.params, draft_ids_U)
     else:
-        checkpoint.save(folder, dataclasses.replace(target, config=objective.drafter, params=result.params))
+        checkpoint.save(new, dataclasses.replace(target, config=objective.drafter, params=result.params))
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
     print(f"wrote {folder}, the drafter as it was at step {result.step}")
 
 

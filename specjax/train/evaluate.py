@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import llama
+from specjax import llama, sharding
 from specjax.errors import SpecJAXError
 from specjax.train.data import Dataset
 from specjax.train.objective import Batch, Objective
@@ -38,7 +38,7 @@ class Score:
 
 
 class Evaluation:
-    """Held-out rows, and what the target says about them, worked out once.
+    """Held-out rows, and what the target says about them, which is worked out once.
 
     Greedy acceptance is measured on rows that were drawn at temperature 0, that at temperature 1 on rows that were
     drawn at 1; on text that the target has not written, both.
@@ -48,14 +48,16 @@ class Evaluation:
       target_params: of the target.
       rows: held-out rows.
       num_positions: draft positions to look at.
-      batch_size: rows at a time.
+      batch_size: rows at a time on each part of the mesh.
     """
 
     def __init__(self, objective: Objective, target_params, rows: Dataset, *, num_positions: int = 5,
                  batch_size: int = 4):
         self.objective = dataclasses.replace(objective, num_steps=num_positions if objective.is_head else 1)
-        self.target_params, self.rows, self.batch_size = target_params, rows, batch_size
-        self._teacher = [_teacher(objective, target_params, self._batch(i)) for i in self._starts()]
+        self.target_params, self.rows = target_params, rows
+        self.batch_size = batch_size * sharding.num_parts(objective.mesh)
+        # Kept on the host: of many rows this is more than a device has room for beside a large target.
+        self._said = [sharding.get(_ask(objective, target_params, self._batch(i))) for i in self._starts()]
         self._said_RS = rows.fields("said_RS")
         self._loop_RS = np.stack([_in_loop(row) for row in rows.fields("tokens_RS")])
         self._temperature_R, self._domain_R = rows.fields("temperature_R"), rows.fields("domains")
@@ -73,8 +75,11 @@ class Evaluation:
 
     def __call__(self, params, draft_ids_U) -> list[Score]:
         """Scores of a drafter with these parameters."""
-        parts = [_agreement(self.objective, params, self.target_params, draft_ids_U, self._batch(start), *teacher)
-                 for start, teacher in zip(self._starts(), self._teacher, strict=True)]
+        parts = []
+        for start, (taps, *others) in zip(self._starts(), self._said, strict=True):
+            batch = self._batch(start)
+            parts.append(_agreement(self.objective, params, self.target_params, draft_ids_U,
+                                    batch._replace(taps=taps or batch.taps), *others))
         agree_IRN = [np.concatenate([np.asarray(part[kind]) for part in parts], axis=1)[:, : len(self.rows)]
                      for kind in range(2)]
         return [score for temperature in (0, 1) for score in self._scores(temperature, agree_IRN[temperature])]
@@ -108,23 +113,25 @@ def summary(scores: list[Score]) -> tuple[float, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _teacher(objective: Objective, target_params, batch: Batch):
-    """The target's hidden states, its most likely token and the log-sum-exp of its logits, at every place."""
-    hidden_BSD = objective.hidden(target_params, objective.features(target_params, batch))
+def _ask(objective: Objective, target_params, batch: Batch):
+    """Of the target at every place: its residual streams where they were not kept, the most likely token and the
+    log-sum-exp of its logits."""
+    taps_BSD = objective.features(target_params, batch)
 
     def row(h_SD):
         logits_SV = llama.logits(target_params, h_SD[None])[0]
         return logits_SV.argmax(-1), jax.nn.logsumexp(logits_SV, axis=-1)
 
-    return hidden_BSD, *jax.lax.map(row, hidden_BSD)
+    return () if batch.taps else taps_BSD, *jax.lax.map(row, objective.hidden(target_params, taps_BSD))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, batch: Batch, hidden_BSD, likeliest_BS,
+def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, batch: Batch, likeliest_BS,
                logsumexp_BS):
     """For each draft position whether the most likely tokens agree, and sum(min(p, q)) over the whole vocabulary."""
     params = jax.tree.map(lambda x: x.astype(objective.dtype), params)
     taps = objective.features(target_params, batch)
+    hidden_BSD = objective.hidden(target_params, taps)
     rows_UD = llama.output_rows(target_params, draft_ids_U)
     results = []
     steps = objective.student(params, target_params, draft_ids_U, batch, taps, objective.num_steps)

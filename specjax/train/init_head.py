@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
+from specjax.checkpoint import Model
 from specjax.config import LlamaConfig
 from specjax.drafters.eagle import HeadConfig
+from specjax.train.data import Dataset, token_counts
+from specjax.train.objective import Objective
 
 
 def config(target: LlamaConfig, taps: tuple[int, ...] = (), num_draft_tokens: int | None = None) -> HeadConfig:
@@ -51,3 +55,21 @@ def initial_params(cfg: HeadConfig, target_params, rng: jax.Array, residual_size
         others = 0.2 * ((n - 1) * D) ** -0.5 * noise(fuse_key, (n - 1) * D)
         params["fuse_DI"] = jnp.concatenate([others, eye_DD], axis=1)
     return params
+
+
+def likely_tokens(rows: Dataset, cfg: HeadConfig) -> jax.Array | None:
+    """The tokens that a head of this shape will guess, int32 `[U]`, rising: those that the rows have most often behind
+    prompts. None for all."""
+    if cfg.num_draft_tokens is None:
+        return None
+    counts_V = token_counts(rows, cfg.layer.vocab_size)
+    return jnp.asarray(np.sort(np.argsort(-counts_V, kind="stable")[: cfg.num_draft_tokens]), jnp.int32)
+
+
+def residual_size(objective: Objective, target: Model, rows: Dataset) -> float:
+    """Root mean square of the target's residual stream after the head's last tap, over a few rows."""
+    longest = np.argsort(-rows.fields("length_R"), kind="stable")[:2]
+    few = rows.batch(np.resize(longest, 2 * sharding.num_parts(target.mesh)), objective.taps, 1.0)
+    last_BSD = objective.features(target.params, few)[objective.taps.index(objective.drafter.taps[-1])]
+    counts_BS1 = (few.weight_BS > 0)[..., None]
+    return float(jnp.sqrt(jnp.mean(last_BSD.astype(jnp.float32) ** 2, where=counts_BS1)))

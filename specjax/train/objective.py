@@ -120,9 +120,9 @@ class Objective:
             first = 1 + i if self.is_head else 0  # the target's hidden state beside which the student's first one lies
             N = h_BND.shape[1]
             weight_BN = batch.weight_BS[:, first + 1 : first + 1 + N] / jnp.maximum(weights_I[i], 1e-6)
-            distance_BN, accepted_BN = self.compare(hidden_BSD[:, first : first + N], teacher_UD, h_BND, head_VD)
-            distances.append((distance_BN * weight_BN).sum())
-            accepted.append((accepted_BN * weight_BN).sum())
+            sums = self.compare(hidden_BSD[:, first : first + N], teacher_UD, h_BND, head_VD, weight_BN)
+            distances.append(sums[0])
+            accepted.append(sums[1])
         scale = [self.decay**i for i in range(len(distances))]
         total = sum(s * d for s, d in zip(scale, distances, strict=True))
         return total, (jnp.stack(distances), jnp.stack(accepted))
@@ -147,20 +147,44 @@ class Objective:
         hidden = unrolled(params, self.drafter, self.target, target_params, own, batch.tokens_BS, num_steps)
         return [(h_BND, rows_UD) for h_BND in hidden]
 
-    def compare(self, p_BND, p_UD, q_BND, q_UD):
-        """Distance and probability of acceptance at each place, without keeping all laws in memory."""
+    def compare(self, p_BND, p_UD, q_BND, q_UD, weight_BN):
+        """Weighted sums over places of the distance and of the probability of acceptance.
+
+        No laws are kept in memory, and none is worked out twice: gradients are taken on the way forward.
+        """
         B, N, _ = p_BND.shape
-
-        @jax.checkpoint
-        def chunk(hidden):
-            p_logits, q_logits = (jnp.einsum("bd,ud->bu", h_CD, w_UD, preferred_element_type=jnp.float32)
-                                  for h_CD, w_UD in zip(hidden, (p_UD, q_UD), strict=True))
-            return DISTANCES[self.distance](p_logits, q_logits), 1 - tv(p_logits, q_logits)
-
         size = min(CHUNK, B * N)
-        flat = [jnp.pad(x.reshape(B * N, -1), ((0, -(B * N) % size), (0, 0))).reshape(-1, size, x.shape[-1])
-                for x in (p_BND, q_BND)]
-        return tuple(x.reshape(-1)[: B * N].reshape(B, N) for x in jax.lax.map(chunk, tuple(flat)))
+
+        def in_chunks(x):
+            x = x.reshape(B * N, *x.shape[2:])
+            return jnp.pad(x, ((0, -(B * N) % size), *((0, 0),) * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+
+        def chunk(q_CD, q_UD, p_CD, weight_C):
+            p_CU, q_CU = (jnp.einsum("cd,ud->cu", h_CD, w_UD, preferred_element_type=jnp.float32)
+                          for h_CD, w_UD in ((p_CD, p_UD), (q_CD, q_UD)))
+            return (DISTANCES[self.distance](p_CU, q_CU) * weight_C).sum(), ((1 - tv(p_CU, q_CU)) * weight_C).sum()
+
+        trained = (0,) if self.is_head else (0, 1)  # of a head, the output matrix is the target's
+
+        def forward(q_BND, q_UD):
+            def add(total, x):
+                sums, gradients = jax.value_and_grad(chunk, trained, has_aux=True)(x[0], q_UD, *x[1:])
+                return jax.tree.map(jnp.add, total, (sums, gradients[1:])), gradients[0]
+
+            zeros = (jnp.zeros(()),) * 2, (jnp.zeros_like(q_UD),) * (len(trained) - 1)
+            (sums, by_matrix), by_hidden = jax.lax.scan(add, zeros, tuple(map(in_chunks, (q_BND, p_BND, weight_BN))))
+            return sums, (by_hidden.reshape(-1, q_BND.shape[-1])[: B * N].reshape(q_BND.shape), by_matrix)
+
+        @jax.custom_vjp
+        def sums(q_BND, q_UD):
+            return forward(q_BND, q_UD)[0]
+
+        def backward(gradients, cotangents):
+            by_hidden, by_matrix = jax.tree.map(lambda x: (x * cotangents[0]).astype(x.dtype), gradients)
+            return by_hidden, by_matrix[0] if by_matrix else None
+
+        sums.defvjp(forward, backward)
+        return sums(q_BND, q_UD)
 
 
 def ask(target_params, cfg: LlamaConfig, tokens_BS, taps: tuple[int, ...], mesh=None) -> tuple[jax.Array, ...]:

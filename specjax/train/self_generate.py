@@ -54,10 +54,6 @@ def recorder(taps: tuple[int, ...]) -> Drafter:
     return Drafter(1, taps, init, propose, update)
 
 
-_init = jax.jit(decode.init, static_argnums=(2, 8))
-_generate = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
-
-
 def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequence[str], output: pathlib.Path, *,
                   num_slots: int, batch_size: int, temperatures: Sequence[float], seed: int, taps: tuple[int, ...],
                   eos_ids: Sequence[int] | None = None, page_size: int = 64,
@@ -113,8 +109,8 @@ def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequ
             noise = sampling.SamplingParams((seed + filled).astype(np.uint32), temperature_N[filled])
             eos_BE = np.broadcast_to(eos, (batch_size, len(eos)))
             arrays = sharding.put((tokens_BS, start_B, end_B, eos_BE, noise), target.mesh)
-            state = _init(target.params, None, cfg, *arrays, PREFILL_CHUNK)
-            state = _generate(target.params, None, cfg, state)
+            state = decode.init_jit(target.params, None, cfg, *arrays, PREFILL_CHUNK)
+            state = decode.generate_jit(target.params, None, cfg, state)
             found = sharding.get((state.tokens_BS, state.length_B, state.drafter))
             R = len(batch)
             tokens_RS, length_R, (_, taps_RSD) = jax.tree.map(lambda x, R=R: x[:R], found)

@@ -72,6 +72,15 @@ class TrainConfig:
         if self.batch_size % self.accumulate:
             raise SpecJAXError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
 
+    def check(self, num_rows: int, mesh: jax.sharding.Mesh | None) -> None:
+        """Raises SpecJAXError where there are too few rows, or batches cannot be split over the mesh."""
+        if num_rows < self.batch_size:
+            raise SpecJAXError(f"there are {num_rows} rows to train on, fewer than a batch of {self.batch_size}")
+        size, parts = self.batch_size // self.accumulate, sharding.num_parts(mesh)
+        if size % parts:
+            raise SpecJAXError(f"{size} rows at a time (batch_size / accumulate) cannot be split over "
+                               f"data_parallel={parts}")
+
 
 def optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) behind a clipped gradient."""
@@ -156,11 +165,10 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
       max_seconds: a run ends after this time, with a checkpoint, and can be gone on with.
 
     Raises:
-      SpecJAXError: `folder` is of a run with another configuration (naming the field), or there are fewer rows than a
-        batch has.
+      SpecJAXError: `folder` is of a run with another configuration (naming the field), see `TrainConfig.check`, no row
+        is long enough, or the loss is no number any more.
     """
-    if len(rows) < cfg.batch_size:
-        raise SpecJAXError(f"there are {len(rows)} rows to train on, fewer than a batch of {cfg.batch_size}")
+    cfg.check(len(rows), objective.mesh)
     if rows.fields("length_R").max() <= SKIPPED + 2:
         raise SpecJAXError(f"no row has more than {SKIPPED + 2} tokens; the first {SKIPPED} are not guessed")
     identity = identity | dataclasses.asdict(cfg)
