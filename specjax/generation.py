@@ -112,7 +112,7 @@ def generate(
         commas between them, of which the first that has a proposal makes it ("ngram,eagle"); or a `Drafter`.
       prompts: texts, token ids, or chats as lists of {"role": ..., "content": ...}.
       draft: draft model, for the drafter "draft_model"; its vocabulary must be the target's, and it must be loaded for
-        the same mesh. Or a head, from `heads.load`, for "eagle".
+        the same mesh. Or a head, from `specjax.load_head`, for "eagle".
       num_speculative_tokens: K, at least 1; by default `default_num_speculative_tokens()`. Named drafters only.
       drafter_options: keyword options of a named drafter, such as {"min_n": 1} for "ngram".
       drafter_params: parameters of a `Drafter` of your own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -20,6 +21,7 @@ from specjax.drafters.eagle import HeadConfig
 from specjax.errors import SpecJAXError
 
 FORMAT = "specjax_head"
+SHIPPED = pathlib.Path(__file__).parent / "data" / "heads"  # a folder of each head that comes with the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +60,27 @@ def save(folder: str | os.PathLike, cfg: HeadConfig, params, draft_ids_U: jax.Ar
             safetensors.flax.save_file(arrays, path / "head.safetensors")
 
 
-def load(path: str | os.PathLike, target: Model) -> Head:
+def shipped(target: LlamaConfig) -> pathlib.Path:
+    """The folder of the head that comes with the package for models of this shape. Raises SpecJAXError where there is
+    none."""
+    for config in sorted(SHIPPED.glob("*/config.json")):
+        with contextlib.suppress(SpecJAXError):
+            check(config.parent, target)
+            return config.parent
+    raise SpecJAXError("no head comes with SpecJAX for a model of this shape: name one (specjax train makes them)")
+
+
+def load(path: str | os.PathLike | None, target: Model) -> Head:
     """Loads a head for a target, in the dtype of its parameters and on its mesh.
 
     Args:
-      path: a folder that `save` has written.
+      path: a folder that `save` has written; None for the head that comes with the package, see `shipped`.
       target: the model that it drafts for.
 
     Raises:
       SpecJAXError: for files that cannot be read, or a head for another target, naming what differs.
     """
+    path = shipped(target.config) if path is None else path
     cfg = check(path, target.config, target.mesh)
     _, params, draft_ids_U = read(path)
     dtype = target.params["embed_VD"].dtype

@@ -279,6 +279,7 @@ class TestBadInput:
         (["--tensor_parallel=3"], ["tensor_parallel=3 = 3 does not divide the 8 devices"]),
         (["--data_parallel=16"], ["data_parallel=16 x tensor_parallel=1 takes 16 devices, and there are 8"]),
         (["--tensor_parallel=0"], ["tensor_parallel must be a whole number of at least 1, got 0"]),
+        (["--drafter=eagle"], ["no head comes with SpecJAX for a model of this shape"]),
         (["--tensor_parallel=2", "--draft_tensor_parallel=2"], ["--draft_tensor_parallel=2", "there is no --draft"]),
         (["--process_id=1"], ["--coordinator, --num_processes and --process_id belong together"]),
         (["--process_timeout=9"], ["--process_timeout=9", "one process"]),

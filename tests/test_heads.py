@@ -45,6 +45,14 @@ def test_a_head_is_drafted_with(folder):
         assert got.completions[0].tokens == plain.completions[0].tokens
 
 
+def test_the_head_that_comes_with_the_package_is_found_by_the_shape_of_the_target(folder, monkeypatch):
+    monkeypatch.setattr(heads, "SHIPPED", folder.parent)
+    assert heads.load(None, MODEL).path == str(folder)
+    other = tiny(6, num_layers=2)
+    with pytest.raises(SpecJAXError, match="no head comes with SpecJAX for a model of this shape"):
+        heads.load(None, Model(other.config, other.params, None, (), "other"))
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"target_layers": 5}, "its number of layers is 5, the target's 3"),
     ({"taps": [0, 0, 1]}, "rising layers"),

@@ -42,7 +42,8 @@ def define_decoding_flags(default: str | list[str]) -> None:
 
     flags.register_validator("drafter", known)  # an unknown name is an error of ours
     flags.DEFINE_string("draft", None, "For --drafter=draft_model the draft model: a checkpoint or Hugging Face "
-                        "folder; for --drafter=eagle the folder of a head, see specjax train.")
+                        "folder; for --drafter=eagle the folder of a head (see specjax train), if not the one that "
+                        "comes with SpecJAX for the target.")
     flags.DEFINE_integer("num_speculative_tokens", None,
                          "K, tokens to guess per round, at least 1 (default: 7 on CPU, else 5).")
     flags.DEFINE_list("drafter_options", [],
@@ -76,14 +77,15 @@ def load_models() -> tuple[Model, Model | Head | None]:
     if len(kinds) > 1:
         raise SpecJAXError(f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft")
     uses_head = HeadConfig in kinds
-    if FLAGS.draft_tensor_parallel != 1 and not FLAGS.draft:
+    if FLAGS.draft_tensor_parallel != 1 and not (FLAGS.draft or uses_head):
         raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
     mesh = make_mesh()
-    if not FLAGS.draft:
+    if not (FLAGS.draft or uses_head):
         return checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh), None
     # What cannot be used or split is refused before the other one is read.
     if uses_head:
-        heads.check(FLAGS.draft, checkpoint.open_source(FLAGS.target).config, mesh)
+        config = checkpoint.open_source(FLAGS.target).config
+        heads.check(FLAGS.draft or heads.shipped(config), config, mesh)
     elif mesh:
         for role, path in (("target", FLAGS.target), ("draft", FLAGS.draft)):
             sharding.check(checkpoint.open_source(path).config, sharding.degree(mesh, role), role)
