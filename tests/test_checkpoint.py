@@ -282,14 +282,14 @@ print(peak() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 def test_memory_stays_far_below_the_model(tmp_path):
-    large = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 12,
+    large = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 12,
              "head_dim": 64, "num_key_value_heads": 12}
     arrays = make_folders.tensors({**large, "num_hidden_layers": 1}, "bfloat16")
-    for name in list(arrays):  # one random layer, 24 times: quick to make
+    for name in list(arrays):  # one random layer, 40 times: quick to make
         if name.startswith("model.layers.0."):
-            arrays |= {name.replace(".0.", f".{i}.", 1): arrays[name] for i in range(1, 24)}
+            arrays |= {name.replace(".0.", f".{i}.", 1): arrays[name] for i in range(1, 40)}
     size = sum(array.nbytes for array in arrays.values())
-    assert size > 300e6
+    assert size > 500e6  # what is held, some layers and some of the library's own, does not grow with it
     small = make_folders.write_folder(tmp_path / "small")
     make_folders.write_folder(tmp_path / "large", large, arrays, shards=8)
     del arrays
