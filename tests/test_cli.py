@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import make_folders
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from drive_cli import Outcome, check_refused, write_lines, write_model, write_pr
 from rich.console import Console
 
 import specjax
+from specjax import heads
 from specjax.cli import common, demo, jsonl, main
 from specjax.generation import Completion, Generation
+from specjax.train import init_head
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 CHAT = [{"role": "user", "content": "hello hello"}]
@@ -179,6 +182,24 @@ def test_demo(command, folder, tmp_path, monkeypatch):
     assert (outcome.code, outcome.err) == (0, "")
     assert "The texts with and without speculation are identical." in outcome.out
     assert outcome.out.index("> hello hello") < outcome.out.index("> or") < outcome.out.index("Prompt by prompt")
+    assert "eagle" not in outcome.out
+
+
+def test_demo_of_a_target_with_a_head(command, folder, tmp_path, monkeypatch):
+    target = specjax.load(folder)
+    config = init_head.config(target.config)
+    (tmp_path / "heads").mkdir()
+    heads.save(tmp_path / "heads" / "own", config, init_head.initial_params(config, target.params, jax.random.key(0)),
+               None)
+    monkeypatch.setattr(heads, "SHIPPED", tmp_path / "heads")
+    monkeypatch.setattr(demo, "PROMPTS", write_prompts(tmp_path / "prompts.jsonl", {"name": "first", "prompt": "hello"},
+                                                       {"name": "second", "prompt": "or", "domain": "prose"}))
+    outcome = command("demo", f"--target={folder}", "--max_new_tokens=20")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "The texts with and without speculation are identical." in outcome.out
+    lines = [line.replace("│", " ").split()[:2] for line in outcome.out.splitlines()]
+    assert ["first", "ngram"] in lines and ["second", "ngram,eagle"] in lines and ["second", "eagle"] in lines
+    assert ["first", "eagle"] not in lines
 
 
 def test_env(command):

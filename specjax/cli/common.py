@@ -305,9 +305,11 @@ def number(value: float, digits: int = 2) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def report_equality(runs: dict[str, list[Generation]]) -> int:
-    """Says whether the runs, which ought to, gave the same tokens. Returns an exit code: 0, or 1 where they did not."""
-    texts = [[c.tokens for batch in batches for c in batch.completions] for batches in runs.values()]
-    same = all(text == texts[0] for text in texts)
+def report_equality(*groups: dict[str, list[Generation]]) -> int:
+    """Says whether the runs of each group, which ought to, gave the same tokens. Returns an exit code: 0, or 1 where
+    they did not."""
+    texts = [[[c.tokens for batch in batches for c in batch.completions] for batches in runs.values()]
+             for runs in groups]
+    same = all(text == group[0] for group in texts for text in group)
     print(f"The texts with and without speculation are {'identical' if same else 'NOT identical'}.")
     return 0 if same else 1

@@ -1,18 +1,22 @@
-"""specjax demo: four prompts with and without prompt lookup, the texts and the speeds side by side."""
+"""specjax demo: a few prompts with and without speculation, the texts and the speeds side by side."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from specjax import checkpoint, generation
+from specjax import checkpoint, generation, heads
 from specjax.cli import common, jsonl
+from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
 PROMPTS = importlib.resources.files("specjax") / "data" / "demo_prompts.jsonl"
+HEAD_DOMAINS = ("prose", "chat")
+HEAD_DRAFTERS = ("ngram,eagle", "eagle")
 
 
 def define_flags() -> None:
@@ -27,25 +31,45 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     target = checkpoint.load(FLAGS.target)
     k = generation.default_num_speculative_tokens()
+    head = None
+    with contextlib.suppress(SpecJAXError):
+        head = heads.load(None, target)
     rows = jsonl.read_prompts(str(PROMPTS))
     console.print("Greedy decoding, one prompt at a time. Colours:", common.legend(), end="\n\n")
-    runs = {"plain": [], "speculative": []}
+    runs = {}
     for row in rows:
         arguments = dict(prompts=[row["prompt"]], max_new_tokens=FLAGS.max_new_tokens)
-        runs["plain"].append(generation.generate(target, "none", **arguments))
-        stream = common.TextStream(console, target, [jsonl.headline(row["prompt"])], legend=False)
-        runs["speculative"].append(generation.generate(target, "ngram", num_speculative_tokens=k,
-                                                       on_tokens=stream.on_tokens, **arguments))
+        of_row = runs[row["name"]] = {"plain": [generation.generate(target, "none", **arguments)]}
+        # Where nothing can be looked up, a head guesses on.
+        names = HEAD_DRAFTERS if head and row.get("domain") in HEAD_DOMAINS else ()
+        for name in ("ngram", *names):
+            stream = common.TextStream(console, target, [jsonl.headline(row["prompt"])], legend=False)
+            of_row[name] = [generation.generate(
+                target, name, draft=head if name in names else None, num_speculative_tokens=k,
+                on_tokens=stream.on_tokens if name == (*names, "ngram")[0] else None, **arguments)]
 
     table = Table(title="Prompt by prompt", title_justify="left", show_edge=False)
-    table.add_column("prompt")
-    for column in ("tokens", "plain tokens/s", "speculative tokens/s", "speedup", "tokens per round"):
+    for column in ("prompt", "drafter"):
+        table.add_column(column)
+    for column in ("tokens", "plain tok/s", "drafts tok/s", "speedup", "tok/round"):
         table.add_column(column, justify="right")
-    for row, plain, speculative in zip(rows, runs["plain"], runs["speculative"], strict=True):
-        slow, fast = common.tokens_per_second([plain]), common.tokens_per_second([speculative])
-        tokens, rounds = len(speculative.completions[0].tokens), speculative.rounds
-        table.add_row(row["name"], f"{tokens}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}x",
-                      f"{tokens / rounds:.2f}")
+    for prompt, of_row in runs.items():
+        slow = common.tokens_per_second(of_row["plain"])
+        for name, batches in list(of_row.items())[1:]:
+            fast, (run,) = common.tokens_per_second(batches), batches
+            tokens = len(run.completions[0].tokens)
+            table.add_row(prompt, name, f"{tokens}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}x",
+                          f"{tokens / run.rounds:.2f}")
     console.print(table, end="\n\n")
-    console.print(common.speed_table(f"All prompts: prompt lookup (ngram), K = {k}", runs, k), end="\n\n")
-    return common.report_equality(runs)
+
+    def together(names):
+        """The runs of these drafters, over the prompts that all of them have seen."""
+        chosen = [of_row for of_row in runs.values() if set(names) <= of_row.keys()]
+        return {name: [of_row[name][0] for of_row in chosen] for name in names}
+
+    everything = together(("plain", "ngram"))
+    console.print(common.speed_table(f"All prompts: prompt lookup (ngram), K = {k}", everything, k), end="\n\n")
+    if head and (free := together(("plain", "ngram", *HEAD_DRAFTERS)))["plain"]:
+        console.print(common.speed_table(f"{' and '.join(HEAD_DOMAINS)}: with a head (eagle), K = {k}", free, k),
+                      end="\n\n")
+    return common.report_equality(*runs.values())
