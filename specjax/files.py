@@ -79,8 +79,7 @@ def refuse_existing(output: str | os.PathLike) -> None:
 def refuse_incomplete(path: pathlib.Path) -> None:
     """Raises SpecJAXError for what a killed conversion or export left behind."""
     if (path / INCOMPLETE).exists():
-        raise SpecJAXError(f"{path} is incomplete: the conversion that wrote it was interrupted; "
-                           "remove it and convert again")
+        raise SpecJAXError(f"{path} is incomplete: what wrote it was interrupted; remove it and write it again")
 
 
 def check_claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
@@ -90,7 +89,7 @@ def check_claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> No
       SpecJAXError: it holds something else, or what has another value, which is named.
     """
     if not (folder / name).exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.is_dir() and any(not path.name.startswith(f"{name}.incomplete-") for path in folder.iterdir()):
             raise SpecJAXError(f"{folder} is not empty, and has no {name} that says what it is")
         return
     theirs = read_json(folder / name)
@@ -105,10 +104,18 @@ def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
     `check_claim`."""
     check_claim(folder, name, identity)
     if not (folder / name).exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         partial = folder / f"{name}.incomplete-{os.getpid()}"
         write_json(partial, identity)
         partial.rename(folder / name)
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    """Makes a folder, and those above it, where there is none. Raises SpecJAXError where that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecJAXError(f"cannot create {folder}: {error.strerror}") from error
 
 
 def read_text(path: pathlib.Path) -> str:

@@ -1,5 +1,6 @@
 """`specjax bench`: what the commands write can be traced, and figures follow from what they are made of."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def stats(rate, num_rounds, with_drafts):
 
 
 def test_the_prediction_is_the_formula_with_silent_rounds_as_plain_steps():
-    cost = costs.Costs(plain_seconds=0.1, draft=0.05, verify=1.4)
+    cost = costs.Costs(plain_seconds=0.1, draft=0.05, verify=1.4, call_seconds=0.01)
     E = (1 - 0.6**4) / 0.4
     assert costs.predicted_speedup(stats(0.6, 10, 10), cost, 3) == pytest.approx(E / (3 * 0.05 + 1.4))
     assert costs.predicted_speedup(stats(0.6, 10, 5), cost, 3) == pytest.approx((E + 1) / (3 * 0.05 + 1.4 + 1))
@@ -50,9 +51,26 @@ def test_costs_are_those_of_rounds_in_which_everything_is_drafted(name):
     """A plain step, a round of free drafts and one of real ones: by the tokens that a round has room for."""
     config, params = {"ngram": (None, None), "eagle": tiny_head(TARGET), "draft_model": similar(6)}[name]
     drafter = base.make(name, 3, TARGET.config, config)
-    found = costs.measure(MODEL, drafter, params, batch_size=2, length=9, temperature=1.0, verify="rejection",
+    found = costs.measure(MODEL, 3, [(drafter, params)], batch_size=2, length=9, temperature=1.0, verify="rejection",
                           page_size=4, implementation=None, repeats=2)
     assert found.plain_seconds > 0 and found.verify > 0 and np.isfinite(found.draft)
+
+
+def test_costs_are_in_plain_steps_and_add_up_over_drafters(monkeypatch):
+    """8 rounds a call: plain 8 s, that is 1 s a step; a single one took 1.5 s, so that calling takes 0.5 s."""
+    ran = {}
+
+    def interleaved(prepare, repeats):
+        for function in prepare.values():
+            ran[len(ran)] = np.asarray(function()().rounds_B).max()
+        return dict(zip(prepare, (8.0, 1.5, 12.0, 14.4, 16.8), strict=True))
+
+    monkeypatch.setattr(costs.timing, "interleaved", interleaved)
+    parts = [(base.make("ngram", 3, TARGET.config), None), (base.make("ngram", 3, TARGET.config), None)]
+    found = costs.measure(MODEL, 3, parts, batch_size=1, length=9, temperature=0.0, verify="rejection", page_size=4,
+                          implementation=None, repeats=2)
+    assert dataclasses.astuple(found) == pytest.approx((1.0, (0.3 + 0.6) / 3, 1.5, 0.5))
+    assert list(ran.values()) == [8, 1, 8, 8, 8]
 
 
 def test_decode(command, folder, prompts, tmp_path):
@@ -70,7 +88,8 @@ def test_decode(command, folder, prompts, tmp_path):
         assert row["speedup"] == pytest.approx(row["speculative"] / row["plain"])
         if row["drafter"] == "draft_model" and row["temperature"] == 0:
             assert row["acceptance"] == 1 and row["by_position"] == [1, 1]  # it is the target
-    assert {"versions", "device", "command", "seed", "num_speculative_tokens"} <= result.keys()
+    assert {"versions", "device", "command", "num_speculative_tokens"} <= result.keys()
+    assert result["flags"]["seed"] == 0 and "numpy" in result["versions"]
     assert result["paging"]["length"] == 20
 
 
@@ -118,19 +137,20 @@ def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
     assert found[0] == 1 and found[0] > found[1] > found[2]
 
 
-def test_gpu_in_small(command, tmp_path):
+@pytest.mark.parametrize("wanted", [0.4, 0.9])
+def test_gpu_in_small(command, tmp_path, wanted):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
               "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
               "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "hidden_act": "silu"}
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
-    outcome = command("bench", "gpu", f"--target={tmp_path / 'shape'}", "--draft_layers=2", "--acceptance=0.7",
+    outcome = command("bench", "gpu", f"--target={tmp_path / 'shape'}", "--draft_layers=2", f"--acceptance={wanted}",
                       "--num_speculative_tokens=2", "--max_speculative_tokens=2", "--batch_size=24",
                       "--prompt_length=8", "--max_new_tokens=48", "--dtype=float32", "--repeats=1", "--copy_bytes=4096",
                       f"--output={tmp_path / 'out.json'}")
     assert (outcome.code, outcome.err) == (0, "")
     result = json.loads((tmp_path / "out.json").read_text())
-    assert result["acceptance"] == pytest.approx(0.7, abs=0.08)
+    assert result["acceptance"] == pytest.approx(wanted, abs=0.05)
     assert set(result["verify_by_k"]) == {"1", "2"} and result["plain"] > 0 and result["copy_bandwidth"] > 0
     assert "realised / predicted" in outcome.out
 
@@ -158,13 +178,22 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
 @pytest.mark.parametrize(("arguments", "parts"), [
     (["peers", "--peers=vllm"], ["peer 'vllm' is not known; known: transformers"]),
     (["decode", "--temperatures=hot"], ["--temperatures must be numbers"]),
-    (["decode", "--temperatures=-1"], ["--temperatures must be at least 0"]),
+    (["decode", "--temperatures=-1"], ["--temperatures must be finite and at least 0"]),
+    (["decode", "--temperatures=nan"], ["--temperatures must be finite and at least 0"]),
     (["decode", "--drafter=none"], ["--drafter=none"]),
     (["decode", "--drafter=eagle", "--drafter=draft_model"], ["there is one --draft"]),
     (["decode", "--drafter=ngram", "--repeats=0"], ["--repeats must be at least 1"]),
-    (["saturation", "--batch_sizes=0,1"], ["--batch_sizes must be at least 1"]),
+    (["decode", "--drafter=ngram", "--num_speculative_tokens=0"], ["--num_speculative_tokens must be at least 1"]),
+    (["decode", "--drafter=ngram", "--draft=x"], ["--draft=x", "uses no draft model"]),
+    (["decode", "--drafter=ngram", "--drafter_options=min_n=9"], ["min_n=9"]),
+    (["decode", "--drafter=ngram", "--drafter=eagle", "--drafter_options=min_n=1"], ["no head comes with SpecJAX"]),
+    (["saturation", "--plot=x.jpg"], ["--plot=x.jpg must end in .png"]),
+    (["peers", "--peers=transformers", "--max_new_tokens=1"], ["--max_new_tokens must be at least 2"]),
+    (["gpu", "--acceptance=1.5"], ["the wanted acceptance must be between 0 and 1, got 1.5"]),
+    (["gpu", "--max_new_tokens=99999"], ["beyond the context of the target"]),
+    (["saturation", "--batch_sizes=0,1"], ["--batch_sizes must be finite and at least 1"]),
     (["saturation", "--drafter=none"], ["--drafter=none"]),
-    (["gpu", "--draft_layers=4"], ["1 to 3 of the target's layers, got 4"]),
+    (["gpu", "--draft_layers=4", "--prompt_length=8", "--max_new_tokens=8"], ["1 to 3 of the target's layers, got 4"]),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(command, folder, prompts, tmp_path, arguments, parts):
     shape = write_model(tmp_path / "shape", num_hidden_layers=4)

@@ -192,7 +192,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path, parameters):
     assert not output.exists()
     (left,) = tmp_path.glob("out.incomplete-*")
     assert (left / "params" / "embed_VD").is_dir()
-    with pytest.raises(SpecJAXError, match="is incomplete: the conversion that wrote it was interrupted"):
+    with pytest.raises(SpecJAXError, match="is incomplete: what wrote it was interrupted"):
         checkpoint.load(left)
     left.rename(output)  # nor does giving it the right name help
     with pytest.raises(SpecJAXError, match="is incomplete"):

@@ -10,8 +10,7 @@ from drive_cli import check_refused, write_lines, write_model, write_prompts
 import specjax
 from specjax import heads
 
-RUN = ("--num_slots=24", "--generate_batch_size=4", "--steps=6", "--batch_size=2", "--eval_every=3",
-       "--learning_rate=0.01")
+RUN = ("--num_slots=24", "--steps=6", "--batch_size=2", "--learning_rate=0.01")
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +28,14 @@ def prompts(tmp_path):
 
 def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
     output = tmp_path / "run"
-    first = command("train", f"--target={folder}", f"--output={output}", f"--self_generate={prompts}", *RUN,
-                    "--only_generate")
+    generate = (f"--self_generate={prompts}", "--generate_batch_size=4")
+    first = command("train", f"--target={folder}", f"--output={output}", *generate, *RUN, "--only_generate")
     assert (first.code, first.err) == (0, "")
     assert "1 of 5 prompts are longer than half a row (12 tokens)" in first.out
     shards = sorted((output / "rows").glob("*.safetensors"))
     assert len(shards) == 1
-    arguments = ("train", f"--target={folder}", f"--output={output}", f"--self_generate={prompts}",
-                 f"--held_out={output / 'rows'}", "--num_draft_tokens=40", "--num_steps=2", *RUN)
+    arguments = ("train", f"--target={folder}", f"--output={output}", *generate, f"--held_out={output / 'rows'}",
+                 "--eval_every=3", "--num_draft_tokens=40", "--num_steps=2", *RUN)
     stopped = command(*arguments, "--max_minutes=0")
     assert (stopped.code, stopped.err) == (0, "")
     assert "step 1 of 6: the same command goes on" in stopped.out
@@ -89,7 +88,9 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     (["--data={text}", "--num_draft_tokens=0"], ["--num_draft_tokens must be at least 1"]),
     (["--data={text}", "--num_draft_tokens=9999"], ["num_draft_tokens must be in 1 to"]),
     (["--data={text}", "--num_slots=12"], ["--num_slots must be at least 14"]),
-    (["--data={text}", "--only_generate"], ["--only_generate: there are no prompts"]),
+    (["--data={text}", "--only_generate"], ["--only_generate is for --self_generate"]),
+    (["--data={text}", "--temperatures=1"], ["--temperatures is for --self_generate"]),
+    (["--data={text}", "--num_slots=99"], ["--num_slots=99 is beyond the context of the target, 64"]),
     (["--data={text}", "--patience=2"], ["--patience=2: nothing is evaluated without --held_out"]),
     (["--data={text}", "--batch_size=999"], ["rows to train on, fewer than a batch of 999"]),
     (["--self_generate={sampled}"], ["sampled.jsonl, line 1: unknown key 'seed'"]),
@@ -99,7 +100,7 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     (["--data={text}", "--drafter=draft_model", "--taps=1"], ["--taps is for heads"]),
     (["--data={broken}"], ["broken.jsonl, line 2: not JSON"]),
     (["--data={empty}"], ["there is no text to train on in", "empty.txt"]),
-    (["--data={tmp}"], ["has no rows (*.safetensors)"]),
+    (["--data={tmp}"], ["has no rows (*.safetensors, rows.json)"]),
     (["--data=nowhere.txt"], ["cannot read nowhere.txt"]),
     (["--data={text}", "--draft={tmp}"], ["not the folder of a head"]),
     (["--data={text}", "--data_parallel=3", "--tensor_parallel=4"], ["takes 12 devices"]),

@@ -185,6 +185,10 @@ def test_on_a_mesh_training_is_the_same(tmp_path):
     split = trainer.train(objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), one.params, split.params)
     np.testing.assert_allclose([r["loss"] for r in one.history], [r["loss"] for r in split.history], rtol=1e-4)
+    batch = jax.tree.map(lambda x: x[None], rows().batch(range(4), objective.taps, 1.0))
+    text = trainer.update.lower(objective, cfg, 2, params, jax.jit(trainer.optimizer(cfg).init)(params), target_params,
+                                None, trainer._place(batch, objective)).compile().as_text()
+    assert "[2,21,16]" in text and "4,21,16]" not in text  # every device works on its own rows alone
 
 
 def test_the_target_is_read_and_nothing_else():

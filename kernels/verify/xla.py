@@ -77,6 +77,7 @@ def _best(value_RV, token_V):
     XLA's CPU compiler would work out what `jnp.argmax` reads inside its loop, one number at a time: noise took four
     times as long.
     """
+    value_RV = jax.lax.optimization_barrier(value_RV)  # worked out once: rounded otherwise, no token would be the best
     best_R1 = value_RV.max(axis=-1, keepdims=True)
     last = value_RV.shape[1] - 1
     index_R1 = jnp.where(value_RV == best_R1, jnp.arange(last + 1), last).min(axis=-1, keepdims=True)

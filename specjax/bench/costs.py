@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, sampling, sharding
+from specjax import decode, generation, sampling, sharding
 from specjax.bench import timing
 from specjax.checkpoint import Model
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.metrics import Acceptance, expected_tokens
+
+ROUNDS = 8  # in a call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +29,13 @@ class Costs:
       plain_seconds: a plain step.
       draft: c, what the drafter adds to a round, its own bookkeeping included, divided by K.
       verify: v, the target's pass over K + 1 tokens, verification and bookkeeping included.
+      call_seconds: what a call of the loop costs besides its rounds: the host's part.
     """
 
     plain_seconds: float
     draft: float
     verify: float
+    call_seconds: float
 
 
 @functools.lru_cache
@@ -53,21 +58,22 @@ def eager(drafter: Drafter) -> Drafter:
     return drafter._replace(propose=propose)
 
 
-def measure(target: Model, drafter: Drafter, drafter_params: Any, *, batch_size: int, length: int, temperature: float,
-            verify: str, page_size: int, implementation: str | None, repeats: int) -> Costs:
-    """Times a plain step, a round of a drafter that costs nothing, and a round of this one, in turn.
+def measure(target: Model, K: int, parts: Sequence[tuple[Drafter, Any]], *, batch_size: int, length: int,
+            temperature: float, verify: str, page_size: int, implementation: str | None, repeats: int) -> Costs:
+    """Times plain steps, rounds of a drafter that costs nothing, and rounds of real ones, in turn; `ROUNDS` of each in
+    a call, so that what calling costs counts as little as in decoding.
 
     Args:
       target: the model.
-      drafter, drafter_params: the drafter.
+      K: drafts per round.
+      parts: drafters and their parameters. Each is timed alone, running in every round, and what they cost is added.
       batch_size: rows.
       length: tokens of each row at the start.
       temperature: of all rows; 0 is greedy.
       verify, page_size, implementation: see `DecodeConfig`.
       repeats: of which the median counts.
     """
-    K = drafter.num_tokens
-    slots = length + (repeats + 2) * (K + 1)
+    slots = generation.bucket(length + ROUNDS * (K + 1))
     rows = np.full(batch_size, 1)
     tokens_BS = np.random.default_rng(0).integers(0, target.num_valid_tokens, (batch_size, slots)).astype(np.int32)
     noise = sampling.params((0 * rows).astype(np.uint32), np.full(batch_size, temperature, np.float32), 0 * rows,
@@ -75,22 +81,24 @@ def measure(target: Model, drafter: Drafter, drafter_params: Any, *, batch_size:
     arrays = sharding.put((tokens_BS, (length * rows).astype(np.int32), (slots * rows).astype(np.int32),
                            np.full((batch_size, 1), -1, np.int32), noise), target.mesh)
 
-    def rounds(drafter, params=None):
+    def rounds(drafter, params=None, count=ROUNDS):
         cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, implementation,
                            target.mesh)
-        step = jax.jit(decode.step, static_argnums=2, donate_argnums=3)
-        carry = [decode.init_jit(target.params, params, cfg, *arrays, 64)]
+        limit = sharding.put(np.int32(count), target.mesh)
+        start = decode.init_jit(target.params, params, cfg, *arrays, 64)
 
-        def again():
-            carry[0] = step(target.params, params, cfg, carry[0])
-            return carry[0].length_B
+        def prepare():
+            state = jax.block_until_ready(jax.tree.map(jnp.copy, start))  # the loop takes over its buffers
+            return lambda: decode.generate_jit(target.params, params, cfg, state, limit)
 
-        return again
+        return prepare
 
-    times = timing.interleaved({"plain": rounds(None), "verify": rounds(free(K)),
-                                "round": rounds(eager(drafter), drafter_params)}, repeats)
-    return Costs(times["plain"], (times["round"] - times["verify"]) / K / times["plain"],
-                 times["verify"] / times["plain"])
+    times = timing.interleaved(
+        {"plain": rounds(None), "one": rounds(None, count=1), "verify": rounds(free(K)),
+         **{i: rounds(eager(drafter), params) for i, (drafter, params) in enumerate(parts)}}, repeats)
+    plain, one, verify, *drafting = times.values()
+    return Costs(plain / ROUNDS, sum(seconds - verify for seconds in drafting) / K / plain, verify / plain,
+                 one - plain / ROUNDS)
 
 
 def predicted_speedup(stats: Acceptance, costs: Costs, K: int) -> float:

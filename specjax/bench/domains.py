@@ -12,6 +12,7 @@ from specjax import generation, metrics, sharding
 from specjax.bench import costs
 from specjax.bench.costs import Costs
 from specjax.checkpoint import Model
+from specjax.drafters import base
 from specjax.errors import SpecJAXError
 
 
@@ -73,6 +74,15 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
     Raises:
       SpecJAXError: speculation that changed a greedy text, in float32.
     """
+    k = num_speculative_tokens
+
+    def named(name, arguments):
+        options = arguments.get("drafter_options") or {}
+        return generation.named_drafter(name, target, arguments.get("draft") if any(base.needs(name)) else None, k,
+                                        common["implementation"], options if name == arguments["drafter"] else {})
+
+    for arguments in drafters.values():
+        named(arguments["drafter"], arguments)  # or an error, before anything is decoded
     domains = sorted({domain for domain, _ in prompts})
     found: dict[tuple, list] = {}
     for temperature in temperatures:
@@ -82,8 +92,7 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
             for _ in range(repeats):
                 runs = {"none": generation.generate(target, "none", **options)}
                 for name, arguments in drafters.items():
-                    runs[name] = generation.generate(target, **arguments,
-                                                     num_speculative_tokens=num_speculative_tokens, **options)
+                    runs[name] = generation.generate(target, **arguments, num_speculative_tokens=k, **options)
                     _check_equal(target, runs, name, temperature, domain)
                 for name, run in runs.items():
                     found.setdefault((temperature, domain, name), []).append((number, run))
@@ -93,13 +102,10 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
     rows = []
     for temperature in temperatures:
         for name, arguments in drafters.items():
-            drafter, params = generation.named_drafter(
-                arguments["drafter"], target, arguments.get("draft"), num_speculative_tokens,
-                common["implementation"], arguments.get("drafter_options") or {})
-            cost = costs.measure(target, drafter, params, batch_size=sharding.num_parts(target.mesh), length=length,
-                                 temperature=temperature, repeats=20, **common)
-            rows += [_row(domain, name, temperature, found, repeats, cost, num_speculative_tokens)
-                     for domain in domains]
+            parts = [named(part, arguments) for part in arguments["drafter"].split(",")]
+            cost = costs.measure(target, k, parts, batch_size=sharding.num_parts(target.mesh), length=length,
+                                 temperature=temperature, repeats=9, **common)
+            rows += [_row(domain, name, temperature, found, repeats, cost, k) for domain in domains]
     return rows
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,6 +28,7 @@ class Row:
     Attributes:
       name: of the prompt.
       tokens: generated.
+      tokens_per_round: of SpecJAX with speculation.
       plain: of SpecJAX without speculation.
       speculative: of SpecJAX with it.
       floor: what reading the weights' bytes once per token allows.
@@ -35,6 +37,7 @@ class Row:
 
     name: str
     tokens: int
+    tokens_per_round: float
     plain: float
     speculative: float
     floor: float
@@ -58,9 +61,12 @@ def compare(target: Model, prompts: dict[str, generation.Prompt], *, max_new_tok
     Raises:
       SpecJAXError: a peer that is unknown or not installed; or speculation that changed a text.
     """
+    check(names, gguf)
+    if names and (jax.default_backend() != "cpu" or target.params["embed_VD"].dtype != jnp.float32):
+        raise SpecJAXError("other engines are compared in float32 on a CPU")
     common = {name: drafter[name] for name in ("verify", "page_size", "implementation") if name in drafter}
     read_weights = timing.read_weights(target)
-    engines = {name: _peer(name)(target, drafter.get("num_speculative_tokens") or
+    engines = {name: PEERS[name][1](target, drafter.get("num_speculative_tokens") or
                                  generation.default_num_speculative_tokens(), threads, gguf) for name in names}
     rows = []
     for name, prompt in prompts.items():
@@ -81,7 +87,7 @@ def compare(target: Model, prompts: dict[str, generation.Prompt], *, max_new_tok
                 # Reading the prompt is not decoding: it is what a single token costs.
                 runs[peer].append((tokens - 1) / (engine(ids, tokens) - engine(ids, 1)))
         rate = {run: float(np.median(rates[1:])) for run, rates in runs.items()}
-        rows.append(Row(name, tokens, rate["plain"], rate["speculative"], rate["floor"],
+        rows.append(Row(name, tokens, tokens / speculative.rounds, rate["plain"], rate["speculative"], rate["floor"],
                         {peer: rate[peer] for peer in engines}))
     return rows
 
@@ -98,12 +104,16 @@ def _transformers(**lookup) -> Callable[..., Engine]:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.export(target.path, f"{folder}/model", dtype="float32")
             model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None  # as here, where it is said and nothing ends
         assisted = dict.fromkeys(lookup, num_speculative_tokens)
 
         def run(ids, num_tokens: int) -> None:
-            options = dict(do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens, pad_token_id=0)
+            options = dict(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
             with torch.inference_mode():
-                model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options, **assisted)
+                text = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options,
+                                      **assisted)
+            if (found := text.shape[1] - len(ids)) != num_tokens:
+                raise SpecJAXError(f"transformers gave {found} tokens where {num_tokens} were wanted")
 
         return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
 
@@ -118,8 +128,6 @@ def _llama_cpp(lookup: bool) -> Callable[..., Engine]:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        if gguf is None or not os.path.exists(gguf):
-            raise SpecJAXError(f"llama.cpp needs the same weights in a float32 GGUF file: --gguf={gguf}")
         draft = LlamaPromptLookupDecoding(num_pred_tokens=num_speculative_tokens) if lookup else None
         model = llama_cpp.Llama(gguf, n_ctx=2048, n_threads=threads, n_threads_batch=threads, draft_model=draft,
                                 logits_all=lookup, verbose=False)
@@ -141,12 +149,14 @@ PEERS = {"transformers": ("transformers", _transformers()),
          "llama_cpp_lookup": ("llama_cpp", _llama_cpp(lookup=True))}  # fmt: skip
 
 
-def _peer(name: str) -> Callable[..., Engine]:
-    if name not in PEERS:
-        raise SpecJAXError(f"peer {name!r} is not known; known: {', '.join(PEERS)}")
-    module, start = PEERS[name]
-    try:
-        __import__(module)
-    except ImportError as error:
-        raise SpecJAXError(f"the peer {name!r} is not installed: {error}") from error
-    return start
+def check(names: Sequence[str], gguf: str | None) -> None:
+    """Raises SpecJAXError, naming it, for a peer that is unknown, not installed or without its weights."""
+    for name in names:
+        if name not in PEERS:
+            raise SpecJAXError(f"peer {name!r} is not known; known: {', '.join(PEERS)}")
+        try:
+            __import__(PEERS[name][0])
+        except ImportError as error:
+            raise SpecJAXError(f"the peer {name!r} is not installed: {error}") from error
+        if PEERS[name][0] == "llama_cpp" and not (gguf and os.path.exists(gguf)):
+            raise SpecJAXError(f"llama.cpp needs the same weights in a float32 GGUF file: --gguf={gguf}")

@@ -40,21 +40,21 @@ class Point:
 
 def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str, Any], *, batch_sizes: Sequence[int],
             num_speculative_tokens: Sequence[int], max_new_tokens: int, temperature: float, repeats: int,
-            on_point: Callable[[Point], None] | None = None) -> list[Point]:
+            common: dict[str, Any], on_point: Callable[[Point], None] | None = None) -> list[Point]:
     """Decodes batches of prompts, which are used again where there are too few, plainly and with each K in turn.
 
     Args:
       target: the model.
       prompts: token ids.
-      drafter: arguments of `generation.generate` that choose drafter and verification, but for K.
+      drafter: "drafter", "draft" and "drafter_options" of `generation.generate`.
       batch_sizes: to measure.
       num_speculative_tokens: the values of K.
       max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that the batch stays full.
       temperature: of all rows.
       repeats: of everything.
+      common: "verify", "page_size" and "implementation" of `generation.generate`.
       on_point: called with each point.
     """
-    common = {name: drafter[name] for name in ("verify", "page_size", "implementation")}
     points = []
     for batch_size in batch_sizes:
         options = dict(prompts=[prompts[i % len(prompts)] for i in range(batch_size)], max_new_tokens=max_new_tokens,
@@ -62,9 +62,9 @@ def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str
         rates: dict[int, list[float]] = {k: [] for k in (0, *num_speculative_tokens)}
         for _ in range(repeats):
             for k, seen in rates.items():
-                run = (generation.generate(target, **drafter, num_speculative_tokens=k, **options) if k else
+                run = (generation.generate(target, **drafter, num_speculative_tokens=k, **common, **options) if k else
                        generation.generate(target, "none", **common, **options))
-                seen.append(batch_size * max_new_tokens / run.decode_seconds)
+                seen.append(sum(len(completion.tokens) for completion in run.completions) / run.decode_seconds)
         medians = {k: float(np.median(seen)) for k, seen in rates.items()}
         points.append(Point(batch_size, medians.pop(0), medians))
         if on_point:

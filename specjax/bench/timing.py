@@ -22,12 +22,10 @@ def seconds(function: Callable, *arguments) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(functions: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median wall times of functions that are called in turn, after a call of each that does not count."""
-    for function in functions.values():
-        seconds(function)
-    times = [{name: seconds(function) for name, function in functions.items()} for _ in range(repeats)]
-    return {name: float(np.median([run[name] for run in times])) for name in functions}
+def interleaved(prepare: dict[str, Callable[[], Callable]], repeats: int) -> dict[str, float]:
+    """Median wall times of what functions return, each called in turn, after a round of all that does not count."""
+    times = [{name: seconds(function()) for name, function in prepare.items()} for _ in range(repeats + 1)]
+    return {name: float(np.median([run[name] for run in times[1:]])) for name in prepare}
 
 
 def read_weights(target: Model) -> Callable[[], jax.Array]:

@@ -45,15 +45,11 @@ def main(argv: list[str]) -> None:
     """Runs the benchmark that the flags ask for."""
     del argv
     started = time.perf_counter()
-    common.check_at_least_1("repeats", "max_new_tokens", "prompts_per_domain")
-    temperatures = common.numbers("temperatures")
-    if "none" in FLAGS.drafter:
-        raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
+    common.check_at_least_1("prompts_per_domain")
+    temperatures = sorted(set(common.numbers("temperatures")))
     if FLAGS.paging_length < 0:
         raise SpecJAXError(f"--paging_length must be at least 0, got {FLAGS.paging_length}")
-    common.join_processes()
-    if FLAGS.output and common.is_first_process():
-        jsonl.refuse_existing(FLAGS.output)
+    common.begin_benchmark("output")
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     chosen: dict[str, list] = {}
     for i, row in enumerate(rows, 1):
@@ -77,7 +73,7 @@ def main(argv: list[str]) -> None:
     print("plain, drafts: tokens/s. Predicted: (1-α^(K+1))/(1-α) tokens over K c + v plain steps; rounds without\n"
           "drafts count as plain steps, a head behind another drafter as if it ran in every round. The last two\n"
           "columns are published for Llama 70B with an 8B draft model on 4 x A100.")
-    result = {**common.provenance(__name__), "seed": FLAGS.seed, "num_speculative_tokens": k,
+    result = {"num_speculative_tokens": k,
               "rows": [dataclasses.asdict(row) | {"speedup": row.speedup} for row in figures]}  # fmt: skip
     if FLAGS.paging_length:
         paged, dense = paging.cost(target, length=FLAGS.paging_length, page_size=FLAGS.page_size, repeats=50)
@@ -85,8 +81,7 @@ def main(argv: list[str]) -> None:
               f"ms with a contiguous one ({paged / dense - 1:+.1%}).")
         result["paging"] = {"length": FLAGS.paging_length, "paged_seconds": paged, "contiguous_seconds": dense}
     result["seconds"] = time.perf_counter() - started
-    if FLAGS.output and common.is_first_process():
-        jsonl.write_figures(FLAGS.output, result)
+    common.write_figures(__name__, result)
 
 
 def table(figures: list[domains.Row], k: int) -> Table:

@@ -13,6 +13,7 @@ from specjax import plan
 from specjax.bench import synthetic
 from specjax.checkpoints_convert import table as dtypes
 from specjax.cli import common, jsonl
+from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 
 FLAGS = flags.FLAGS
@@ -20,17 +21,19 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """Defines the flags of `specjax bench gpu`."""
-    flags.DEFINE_string("target", "configs/llama-3.1-8b", "Folder with the config.json of the target's shape.")
+    flags.DEFINE_string("target", None, "Folder with the config.json of the target's shape, such as "
+                        "configs/llama-3.1-8b.", required=True)
     flags.DEFINE_integer("draft_layers", 3, "Layers of the target that are the draft model.")
     flags.DEFINE_float("acceptance", 0.75, "Wanted α at temperature 1; what came of it is measured.")
     flags.DEFINE_integer("num_speculative_tokens", 5, "K.")
     flags.DEFINE_integer("max_speculative_tokens", 8, "v is measured for K = 1 up to this.")
-    flags.DEFINE_integer("batch_size", 1, "Rows.")
+    flags.DEFINE_integer("batch_size", 1, "Rows. With several the last one to end is waited for, which the formula "
+                         "does not know.")
     flags.DEFINE_integer("prompt_length", 128, "Tokens of the (random) prompts.")
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per row.")
     flags.DEFINE_enum("dtype", "bfloat16", list(dtypes.DTYPES), "Of weights and caches.")
     flags.DEFINE_integer("repeats", 3, "Counted runs; figures are medians.")
-    flags.DEFINE_integer("searches", 8, "Steps of the search for the wanted acceptance.")
+    flags.DEFINE_integer("searches", 8, "Most steps of the search for the wanted acceptance.")
     flags.DEFINE_integer("copy_bytes", 2**30, "Size of the array whose copy shows the bandwidth.")
     flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.")
     flags.DEFINE_enum("implementation", None, dispatch.IMPLEMENTATIONS, "Of attention and verification.")
@@ -44,7 +47,9 @@ def main(argv: list[str]) -> None:
     started = time.perf_counter()
     jsonl.refuse_existing(FLAGS.output)
     common.check_at_least_1("num_speculative_tokens", "max_speculative_tokens", "batch_size", "prompt_length",
-                            "max_new_tokens", "repeats", "copy_bytes")
+                            "max_new_tokens", "repeats", "copy_bytes", "page_size", "searches")
+    if FLAGS.seed < 0:
+        raise SpecJAXError(f"--seed must be at least 0, got {FLAGS.seed}")
     cfg = plan.read_model_config(FLAGS.target)
     found = synthetic.run(
         cfg, num_draft_layers=FLAGS.draft_layers, acceptance=FLAGS.acceptance,
@@ -70,10 +75,9 @@ def main(argv: list[str]) -> None:
         **{f"v({k})": f"{v:.3f}" for k, v in found.verify_by_k.items()},
         "predicted speedup": f"{found.predicted:.2f}x",
         "realised / predicted": f"{speedup / found.predicted:.2f}",
-        "host's part of a round that is called alone": f"{1e3 * found.seconds_per_call:.2f} ms",
+        "host's part of a call": f"{1e3 * found.seconds_per_call:.2f} ms",
     }.items():
         result.add_row(name, value)
     Console(highlight=False).print(result)
-    jsonl.write_figures(FLAGS.output, {**common.provenance(__name__), **dataclasses.asdict(found),
-                                       "seed": FLAGS.seed, "speedup": speedup, "bandwidth_share": share,
-                                       "seconds": time.perf_counter() - started})
+    common.write_figures(__name__, {**dataclasses.asdict(found), "speedup": speedup, "bandwidth_share": share,
+                                    "seconds": time.perf_counter() - started})

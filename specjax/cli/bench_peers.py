@@ -33,12 +33,11 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Runs the benchmark that the flags ask for."""
     del argv
-    if FLAGS.drafter == "none":
-        raise SpecJAXError("--drafter=none: bench compares a drafter with plain decoding")
-    common.check_at_least_1("repeats", "max_new_tokens", "threads")
-    common.join_processes()
-    if FLAGS.output and common.is_first_process():
-        jsonl.refuse_existing(FLAGS.output)
+    common.check_at_least_1("threads")
+    common.begin_benchmark("output")
+    if FLAGS.peers and FLAGS.max_new_tokens < 2:
+        raise SpecJAXError("--max_new_tokens must be at least 2 with --peers: the first token comes with the prompt")
+    peers.check(FLAGS.peers, FLAGS.gguf)
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     prompts = {row.get("name", f"prompt {i}"): row["prompt"] for i, row in enumerate(rows)}
     if len(prompts) < len(rows):
@@ -52,16 +51,14 @@ def main(argv: list[str]) -> None:
     table = Table(title=f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}", title_justify="left",
                   show_edge=False)
     table.add_column("prompt")
-    for column in ("plain", "of floor", "drafts", "speedup", *FLAGS.peers):
+    for column in ("tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers):
         table.add_column(column, justify="right")
     for row in figures:
         others = [f"{rate:.1f} ({(row.speculative if 'lookup' in name else row.plain) / rate:.2f}x)"
                   for name, rate in row.peers.items()]
-        table.add_row(row.name, f"{row.plain:.1f}", f"{row.plain / row.floor:.2f}", f"{row.speculative:.1f}",
-                      f"{row.speculative / row.plain:.2f}x", *others)
+        table.add_row(row.name, f"{row.tokens_per_round:.2f}", f"{row.plain:.1f}", f"{row.plain / row.floor:.2f}",
+                      f"{row.speculative:.1f}", f"{row.speculative / row.plain:.2f}x", *others)
     console.print(table)
     print("The floor is the time that reading as many bytes as the weights have takes on this machine."
           + (" In brackets: our rate over theirs, with drafts where they look up." if FLAGS.peers else ""))
-    if FLAGS.output and common.is_first_process():
-        jsonl.write_figures(FLAGS.output, {**common.provenance(__name__),
-                                           "rows": [dataclasses.asdict(row) for row in figures]})
+    common.write_figures(__name__, {"num_speculative_tokens": k, "rows": [dataclasses.asdict(row) for row in figures]})

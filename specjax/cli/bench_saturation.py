@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import generation
-from specjax.bench import plots, saturation
+from specjax.bench import curves, saturation
 from specjax.cli import bench_decode, common, jsonl
 from specjax.errors import SpecJAXError
 
@@ -34,34 +34,29 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Runs the benchmark that the flags ask for."""
     del argv
-    if FLAGS.drafter == "none":
-        raise SpecJAXError("--drafter=none: bench compares a drafter with plain decoding")
-    common.check_at_least_1("repeats", "max_new_tokens")
     batch_sizes, ks = common.numbers("batch_sizes", int), common.numbers("draft_lengths", int)
     if FLAGS.num_speculative_tokens is not None:
         raise SpecJAXError("--num_speculative_tokens: here it is --draft_lengths, which may be several")
-    common.join_processes()
-    for path in filter(None, (FLAGS.output, FLAGS.plot) if common.is_first_process() else ()):
-        jsonl.refuse_existing(path)
+    if FLAGS.plot and not FLAGS.plot.endswith(".png"):
+        raise SpecJAXError(f"--plot={FLAGS.plot} must end in .png")
+    common.begin_benchmark("output", "plot")
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     target, draft = common.load_models()
     prompts = [generation.encode(target, row["prompt"], f"prompt {i}") for i, row in enumerate(rows, 1)]
-    drafter = common.drafter_arguments(draft)
-    del drafter["num_speculative_tokens"]
+    drafter = common.several_drafters(draft)[FLAGS.drafter]
     console = Console(highlight=False)
     points = saturation.measure(
         target, prompts, drafter, batch_sizes=batch_sizes, num_speculative_tokens=ks,
         max_new_tokens=FLAGS.max_new_tokens, temperature=FLAGS.temperature, repeats=FLAGS.repeats,
+        common=common.decoding_arguments(),
         on_point=lambda point: print(f"batch {point.batch_size}: {point.speedup:.2f}x", flush=True))
     console.print(table(points))
     paying = [str(point.batch_size) for point in points if point.best]
     print(f"Speculation pays at batches of {', '.join(paying) or 'none of these sizes'}.")
+    common.write_figures(__name__, {"points": [
+        dataclasses.asdict(point) | {"best": point.best, "speedup": point.speedup} for point in points]})
     if FLAGS.plot and common.is_first_process():
-        plots.saturation(points, f"{FLAGS.drafter}, temperature {FLAGS.temperature:g}", FLAGS.plot)
-    if FLAGS.output and common.is_first_process():
-        jsonl.write_figures(FLAGS.output, {
-            **common.provenance(__name__),
-            "points": [dataclasses.asdict(point) | {"best": point.best, "speedup": point.speedup} for point in points]})
+        curves.saturation(points, f"{FLAGS.drafter}, temperature {FLAGS.temperature:g}", FLAGS.plot)
 
 
 def table(points: list[saturation.Point]) -> Table:

@@ -17,6 +17,7 @@ from rich.text import Text
 from specjax import checkpoint, generation, heads, metrics, sharding
 from specjax.checkpoint import Model
 from specjax.checkpoints_convert import table
+from specjax.cli import jsonl
 from specjax.drafters import base
 from specjax.drafters.eagle import HeadConfig
 from specjax.errors import SpecJAXError
@@ -27,6 +28,7 @@ from specjax.verify import MODES
 
 DRAFT_STYLE, OWN_STYLE = "green", "cyan"
 FLAGS = flags.FLAGS
+OTHER_ENGINES = ("torch", "transformers", "llama_cpp")
 
 
 def define_decoding_flags(default: str | list[str]) -> None:
@@ -76,6 +78,8 @@ def load_models() -> tuple[Model, Model | Head | None]:
     kinds = {kind for name in names if name != "none" for kind in base.needs(name)} - {None}
     if len(kinds) > 1:
         raise SpecJAXError(f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft")
+    if FLAGS.draft and not kinds:
+        raise SpecJAXError(f"--draft={FLAGS.draft}: --drafter={' and '.join(names)} uses no draft model")
     uses_head = HeadConfig in kinds
     if FLAGS.draft_tensor_parallel != 1 and not (FLAGS.draft or uses_head):
         raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
@@ -146,16 +150,44 @@ def drafter_arguments(draft: Model | None) -> dict:
 
 
 def provenance(module: str) -> dict:
-    """Where the figures of a benchmark come from: the flags given to the command in `module`, versions, device."""
-    return {"command": [flag.serialize() for flag in FLAGS.get_key_flags_for_module(module) if flag.present],
-            "versions": {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib")},
-            "python": platform.python_version(), "device": str(jax.devices()[0].device_kind)}  # fmt: skip
+    """Where figures come from: the flags of the command in `module`, those given and all values; versions, devices."""
+    flags_ = FLAGS.get_key_flags_for_module(module)
+    found = {name: importlib.metadata.version(name) for name in ("specjax", "jax", "jaxlib", "numpy")}
+    found |= {name: sys.modules[name].__version__ for name in OTHER_ENGINES if name in sys.modules}
+    return {"command": [flag.serialize() for flag in flags_ if flag.present],
+            "flags": {flag.name: flag.value for flag in flags_}, "versions": found,
+            "python": platform.python_version(), "device": str(jax.devices()[0].device_kind),
+            "num_devices": jax.device_count(), "num_cores": len(os.sched_getaffinity(0))}  # fmt: skip
+
+
+def write_figures(module: str, figures: dict) -> None:
+    """Writes the figures of a benchmark, and where they come from, to --output."""
+    if FLAGS.output and is_first_process():
+        jsonl.write_figures(FLAGS.output, {**provenance(module), **figures})
+
+
+def begin_benchmark(*outputs: str) -> None:
+    """Joins other processes, and checks what is the same for all benchmarks of drafters before anything is loaded.
+
+    Args:
+      *outputs: flags that name files to write.
+    """
+    if "none" in (FLAGS.drafter if isinstance(FLAGS.drafter, list) else [FLAGS.drafter]):
+        raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
+    check_at_least_1("repeats", "max_new_tokens", "num_speculative_tokens")
+    join_processes()
+    for name in outputs if is_first_process() else ():
+        if getattr(FLAGS, name):
+            jsonl.refuse_existing(getattr(FLAGS, name), name)
 
 
 def several_drafters(draft: Model | Head | None) -> dict[str, dict]:
     """By the names in --drafter, what chooses each of them as keyword arguments of `generation.generate`."""
+    if FLAGS.drafter_options and isinstance(FLAGS.drafter, list) and len(FLAGS.drafter) > 1:
+        raise SpecJAXError("--drafter_options are of one --drafter, and here there are several")
     return {name: dict(drafter=name, draft=draft if any(base.needs(name)) else None,
-                       drafter_options=_options(FLAGS.drafter_options)) for name in FLAGS.drafter}
+                       drafter_options=_options(FLAGS.drafter_options))
+            for name in ([FLAGS.drafter] if isinstance(FLAGS.drafter, str) else FLAGS.drafter)}
 
 
 def decoding_arguments() -> dict:
@@ -177,8 +209,9 @@ def numbers(name: str, kind: type = float) -> list:
     except ValueError:
         raise SpecJAXError(f"--{name} must be numbers with commas between them, got "
                            f"{','.join(getattr(FLAGS, name))!r}") from None
-    if not values or min(values) < (1 if kind is int else 0):
-        raise SpecJAXError(f"--{name} must be at least {1 if kind is int else 0}, got {getattr(FLAGS, name)}")
+    least = 1 if kind is int else 0
+    if not values or not all(least <= value < math.inf for value in values):
+        raise SpecJAXError(f"--{name} must be finite and at least {least}, got {','.join(getattr(FLAGS, name))!r}")
     return values
 
 

@@ -62,12 +62,12 @@ def headline(prompt: Prompt) -> str:
     return f"> {first[:100]}{' ...' if rest or len(first) > 100 else ''}"
 
 
-def refuse_existing(path: str) -> None:
-    """Raises SpecJAXError where `path` exists already, or its folder does not."""
+def refuse_existing(path: str, flag: str = "output") -> None:
+    """Raises SpecJAXError where `path`, which is that of a flag, exists already, or its folder does not."""
     if os.path.lexists(path):
-        raise SpecJAXError(f"--output: {path} exists already")
+        raise SpecJAXError(f"--{flag}: {path} exists already")
     if not pathlib.Path(path).absolute().parent.is_dir():
-        raise SpecJAXError(f"--output: the folder of {path} does not exist")
+        raise SpecJAXError(f"--{flag}: the folder of {path} does not exist")
 
 
 def write_completions(path: str, prompts: Sequence[Prompt], generation: Generation) -> None:
@@ -82,7 +82,7 @@ def write_completions(path: str, prompts: Sequence[Prompt], generation: Generati
 
 
 def write_figures(path: str, figures: dict) -> None:
-    """Writes figures of a benchmark as a JSON file, with null for NaN, which JSON does not have."""
+    """Writes figures of a benchmark as a JSON file, with null for NaN and infinity, which JSON does not have."""
     write_text(path, json.dumps(_finite(figures), indent=2, allow_nan=False) + "\n")
 
 
@@ -91,7 +91,7 @@ def _finite(value):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: str, text: str) -> None:

@@ -27,6 +27,7 @@ from specjax.train.trainer import TrainConfig
 FLAGS = flags.FLAGS
 LOG_EVERY = 50  # steps, where there is no progress bar
 RUN_FLAGS = ("target", "drafter", "draft", "data", "held_out", "self_generate", "loss", "num_steps", "dtype")
+GENERATE_FLAGS = ("only_generate", "temperatures", "generate_batch_size", "stop_at_eos")
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}  # but "steps", which has none
 
 
@@ -42,7 +43,8 @@ def define_flags() -> None:
                         "target's own continuations, which are kept in OUTPUT/rows.")
     flags.DEFINE_integer("num_slots", 256, "Tokens of a row: prompt and continuation.")
     flags.DEFINE_integer("generate_batch_size", 64, "Prompts to continue at a time.")
-    flags.DEFINE_list("temperatures", ["0", "0", "0.7", "1", "1"], "Of the continuations, in turn.")
+    flags.DEFINE_list("temperatures", ["0", "0", "0.7", "1", "1"], "Of the continuations, each as often as it is "
+                      "named.")
     flags.DEFINE_bool("stop_at_eos", False, "End a continuation at an end of sequence. Otherwise the target goes on, "
                       "as chat models do with another question, and no row is idle.")
     flags.DEFINE_bool("only_generate", False, "Stop when the rows of --self_generate are there.")
@@ -77,26 +79,30 @@ def main(argv: list[str]) -> None:
     prompts = jsonl.read_prompts(FLAGS.self_generate) if FLAGS.self_generate else []
     if opened.tokenizer is None and any(not pathlib.Path(path).is_dir() for path in [*FLAGS.data, *FLAGS.held_out]):
         raise SpecJAXError(f"{FLAGS.target} has no tokenizer, which texts need")
+    if FLAGS.num_slots > opened.config.max_position_embeddings:
+        raise SpecJAXError(f"--num_slots={FLAGS.num_slots} is beyond the context of the target, "
+                           f"{opened.config.max_position_embeddings}")
     shape = _shape(opened.config)
-    rows, held_out = (_open(paths, opened.tokenizer) for paths in (FLAGS.data, FLAGS.held_out))
+    rows, held_out = (_open(paths, opened) for paths in (FLAGS.data, FLAGS.held_out))
+    if prompts and any(shard.tokens_RS.shape[1] != FLAGS.num_slots for shard in rows.shards):
+        raise SpecJAXError(f"--num_slots={FLAGS.num_slots}: rows of --data have another number of slots")
     mesh = common.make_mesh()
-    cfg.check(sum(map(len, rows)) + len(prompts), mesh)
+    cfg.check(len(rows) + len(prompts), mesh)
     identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS} | {"shape": dataclasses.asdict(shape)}
     files.check_claim(output / "run", trainer.RUN, identity | dataclasses.asdict(cfg))  # as training will, and more
     if not (output / "run").exists():
         files.refuse_existing(output / "drafter")
-    output.mkdir(parents=True, exist_ok=True)
+    files.make_folder(output)
 
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
     objective = Objective(target.config, shape, FLAGS.loss, FLAGS.num_steps, dtype=target.params["embed_VD"].dtype,
                           mesh=mesh)
+    evaluation = evaluate.Evaluation(objective, target.params, held_out) if FLAGS.held_out else None
     if prompts:
-        rows += _continue(target, prompts, output / "rows", objective.taps)
+        rows = data.Dataset((*rows.shards, *_continue(target, prompts, output / "rows", objective.taps)))
         if FLAGS.only_generate:
             return
-    rows = data.Dataset(tuple(rows))
     params, draft_ids_U = _initial(objective, target, rows)
-    evaluation = evaluate.Evaluation(objective, target.params, data.Dataset(tuple(held_out))) if held_out else None
     console = Console()
     bar = progress_lib.Progress(*progress_lib.Progress.get_default_columns(), "{task.fields[figures]}",
                                 console=console, disable=not console.is_terminal)
@@ -106,7 +112,7 @@ def main(argv: list[str]) -> None:
             objective, cfg, output / "run", params, target.params, draft_ids_U, rows, evaluation,
             identity | {"rows": len(rows), "tokens": rows.num_tokens},
             on_record=_Reporter(bar, task), max_seconds=None if FLAGS.max_minutes is None else 60 * FLAGS.max_minutes)
-    if FLAGS.max_minutes is not None and result.history[-1]["step"] < cfg.steps:
+    if result.out_of_time:
         print(f"step {result.history[-1]['step']} of {cfg.steps}: the same command goes on")
     _write(output, objective, target, result, draft_ids_U)
     if result.scores:
@@ -118,10 +124,13 @@ def _check_flags() -> None:
     common.check_at_least_1("num_steps", "generate_batch_size", "num_draft_tokens")
     if not FLAGS.self_generate and not FLAGS.data:
         raise SpecJAXError("there is nothing to train on: give --data or --self_generate")
-    if FLAGS.only_generate and not FLAGS.self_generate:
-        raise SpecJAXError("--only_generate: there are no prompts in --self_generate")
     if FLAGS.patience and not FLAGS.held_out:
         raise SpecJAXError(f"--patience={FLAGS.patience}: nothing is evaluated without --held_out")
+    if given := [name for name in GENERATE_FLAGS if FLAGS[name].present and not FLAGS.self_generate]:
+        raise SpecJAXError(f"--{given[0]} is for --self_generate")
+    if FLAGS["eval_every"].present and not FLAGS.held_out:
+        raise SpecJAXError("--eval_every: nothing is evaluated without --held_out")
+    common.numbers("temperatures")
     if (least := data.SKIPPED + 3 + FLAGS.num_steps) > FLAGS.num_slots:
         raise SpecJAXError(f"--num_slots must be at least {least}, got {FLAGS.num_slots}: nothing would be guessed")
     if FLAGS.drafter == "draft_model":
@@ -144,7 +153,8 @@ def _shape(target):
     if FLAGS.draft:
         if FLAGS.taps or FLAGS.num_draft_tokens is not None:
             raise SpecJAXError("--taps and --num_draft_tokens are those of the head that --draft names")
-        return heads.check(FLAGS.draft, target)
+        heads.check(FLAGS.draft, target)
+        return heads.read(FLAGS.draft)[0]
     try:
         taps = tuple(map(int, FLAGS.taps))
     except ValueError:
@@ -152,17 +162,12 @@ def _shape(target):
     return init_head.config(target, taps, FLAGS.num_draft_tokens)
 
 
-def _open(paths: list[str], tokenizer) -> list[data.Rows]:
+def _open(paths: list[str], opened: table.Opened) -> data.Dataset:
     """Rows of folders and files."""
     folders = [pathlib.Path(path) for path in paths if pathlib.Path(path).is_dir()]
     texts = [path for path in paths if not pathlib.Path(path).is_dir()]
-    rows = []
-    for folder in folders:
-        shards = sorted(folder.glob("*.safetensors"))
-        if not shards:
-            raise SpecJAXError(f"{folder} has no rows (*.safetensors)")
-        rows += map(data.read_shard, shards)
-    return rows + ([data.read_texts(texts, tokenizer, FLAGS.num_slots)] if texts else [])
+    rows = [shard for folder in folders for shard in data.read_folder(folder, opened.config)]
+    return data.Dataset((*rows, *([data.read_texts(texts, opened.tokenizer, FLAGS.num_slots)] if texts else [])))
 
 
 def _continue(target: checkpoint.Model, prompts: list[dict], folder: pathlib.Path, taps: tuple[int, ...]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
-import matplotlib
 import numpy as np
 
+from specjax import plots
 from specjax.train import evaluate
 from specjax.train.evaluate import Score
 
@@ -14,10 +14,7 @@ from specjax.train.evaluate import Score
 def draw(history: list[dict], path: pathlib.Path) -> None:
     """Writes a PNG: the loss, the acceptance on the rows of each step, and on held-out rows where these were looked at.
     """
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (left, right) = plots.two_charts()
     steps = [record for record in history if "loss" in record]
     left.plot([record["step"] for record in steps], _smooth([record["loss"] for record in steps]))
     left.set(xlabel="step", ylabel="loss", title="Loss of each step, smoothed")
@@ -35,8 +32,7 @@ def draw(history: list[dict], path: pathlib.Path) -> None:
               title="Pale: training rows, among the tokens that can be guessed")
     if held_out:
         right.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plots.save(figure, path)
 
 
 def _smooth(values: list[float], window: int = 25) -> np.ndarray:

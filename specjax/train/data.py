@@ -14,11 +14,13 @@ import safetensors
 import safetensors.numpy
 
 from specjax import files
+from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
 from specjax.tokenizer import Tokenizer
 from specjax.train.objective import Batch
 
 SKIPPED = 8  # tokens at the start of a row
+ABOUT = "rows.json"  # says of a folder of shards what they are of
 TAP_DTYPE = np.float16
 TAP_LIMIT = 65000.0  # residual streams are clipped to what float16 can hold
 
@@ -79,6 +81,21 @@ def read_shard(path: pathlib.Path) -> Rows:
         arrays = [file.get_tensor(name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")]
         taps = {int(name.split("_")[1]): _Slice(file.get_slice(name)) for name in sorted(names) if "taps" in name}
         return Rows(*arrays, json.loads(file.metadata()["domains"]), taps)
+
+
+def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
+    """The shards that `self_generate` has written.
+
+    Raises:
+      SpecJAXError: there are none, or they are of another target.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths or not (folder / ABOUT).exists():
+        raise SpecJAXError(f"{folder} has no rows (*.safetensors, {ABOUT}): not a folder that specjax train wrote them "
+                           "to")
+    if files.read_json(folder / ABOUT).get("target") != json.loads(json.dumps(target.to_dict())):
+        raise SpecJAXError(f"{folder} has rows of another target")
+    return list(map(read_shard, paths))
 
 
 class _Slice:

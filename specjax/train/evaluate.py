@@ -62,7 +62,8 @@ class Evaluation:
         self._loop_RS = np.stack([_in_loop(row) for row in rows.fields("tokens_RS")])
         self._temperature_R, self._domain_R = rows.fields("temperature_R"), rows.fields("domains")
         drawn_R = np.isin(self._temperature_R, (0, 1)) | np.isnan(self._temperature_R)
-        if not self._said_RS[drawn_R][:, 2:].any():
+        first, behind = (2, num_positions - 1) if objective.is_head else (1, 0)
+        if not self._said_RS[drawn_R, first : self._said_RS.shape[1] - behind].any():
             raise SpecJAXError("no held-out row has a token to guess that was drawn at temperature 0 or 1")
 
     def _starts(self):

@@ -152,35 +152,38 @@ class Objective:
 
         No laws are kept in memory, and none is worked out twice: gradients are taken on the way forward.
         """
-        B, N, _ = p_BND.shape
-        size = min(CHUNK, B * N)
+        B, N, D = p_BND.shape
+        size = min(max(CHUNK // B, 1), N)
 
-        def in_chunks(x):
-            x = x.reshape(B * N, *x.shape[2:])
-            return jnp.pad(x, ((0, -(B * N) % size), *((0, 0),) * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+        def in_chunks(x):  # along the text: rows stay where they are
+            x = jnp.pad(x, ((0, 0), (0, -N % size), *((0, 0),) * (x.ndim - 2)))
+            return x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
 
-        def chunk(q_CD, q_UD, p_CD, weight_C):
-            p_CU, q_CU = (jnp.einsum("cd,ud->cu", h_CD, w_UD, preferred_element_type=jnp.float32)
-                          for h_CD, w_UD in ((p_CD, p_UD), (q_CD, q_UD)))
-            return (DISTANCES[self.distance](p_CU, q_CU) * weight_C).sum(), ((1 - tv(p_CU, q_CU)) * weight_C).sum()
+        def chunk(q_BCD, q_UD, p_BCD, weight_BC):
+            p_BCU, q_BCU = (jnp.einsum("bcd,ud->bcu", h_BCD, w_UD.astype(h_BCD.dtype),
+                                       preferred_element_type=jnp.float32)
+                            for h_BCD, w_UD in ((p_BCD, p_UD), (q_BCD, q_UD)))
+            return tuple((x_BC * weight_BC).sum() for x_BC in
+                         (DISTANCES[self.distance](p_BCU, q_BCU), 1 - tv(p_BCU, q_BCU)))
 
         trained = (0,) if self.is_head else (0, 1)  # of a head, the output matrix is the target's
 
         def forward(q_BND, q_UD):
             def add(total, x):
-                sums, gradients = jax.value_and_grad(chunk, trained, has_aux=True)(x[0], q_UD, *x[1:])
+                sums, gradients = jax.value_and_grad(chunk, trained, has_aux=True)(
+                    x[0], q_UD if self.is_head else q_UD.astype(jnp.float32), *x[1:])
                 return jax.tree.map(jnp.add, total, (sums, gradients[1:])), gradients[0]
 
-            zeros = (jnp.zeros(()),) * 2, (jnp.zeros_like(q_UD),) * (len(trained) - 1)
+            zeros = (jnp.zeros(()),) * 2, (jnp.zeros(q_UD.shape),) * (len(trained) - 1)
             (sums, by_matrix), by_hidden = jax.lax.scan(add, zeros, tuple(map(in_chunks, (q_BND, p_BND, weight_BN))))
-            return sums, (by_hidden.reshape(-1, q_BND.shape[-1])[: B * N].reshape(q_BND.shape), by_matrix)
+            return sums, (by_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :N], by_matrix)
 
         @jax.custom_vjp
         def sums(q_BND, q_UD):
             return forward(q_BND, q_UD)[0]
 
         def backward(gradients, cotangents):
-            by_hidden, by_matrix = jax.tree.map(lambda x: (x * cotangents[0]).astype(x.dtype), gradients)
+            by_hidden, by_matrix = jax.tree.map(lambda x: (x * cotangents[0]).astype(q_BND.dtype), gradients)
             return by_hidden, by_matrix[0] if by_matrix else None
 
         sums.defvjp(forward, backward)

@@ -85,10 +85,12 @@ def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequ
         raise SpecJAXError(f"a batch of {batch_size} rows cannot be split over "
                            f"data_parallel={sharding.num_parts(target.mesh)}")
     eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
-    files.claim(output, "rows.json", {
-        "target": target.config.to_dict(), "num_slots": num_slots, "batch_size": batch_size, "seed": seed,
+    files.claim(output, data.ABOUT, {
+        "model": target.path, "dtype": str(target.params["embed_VD"].dtype), "target": target.config.to_dict(),
+        "num_slots": num_slots, "batch_size": batch_size, "seed": seed,
         "temperatures": list(temperatures), "taps": list(taps), "eos_ids": eos.tolist(),
-        "prompts": zlib.crc32(json.dumps([list(map(int, prompt)) for prompt in prompts]).encode())})
+        "prompts": zlib.crc32(json.dumps([[domain, *map(int, prompt)] for domain, prompt in
+                                          zip(domains, prompts, strict=True)]).encode())})
     rng = np.random.default_rng(seed)
     temperature_N = rng.permutation(np.resize(np.asarray(temperatures, np.float32), len(prompts)))
     # Prompts of about the same length go together: those of a batch are read in as many steps as the longest needs.

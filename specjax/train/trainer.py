@@ -139,12 +139,14 @@ class Result:
       scores: of them.
       step: when that was.
       history: a record per logged step or evaluation.
+      out_of_time: whether it ended for want of time.
     """
 
     params: Any
     scores: list[evaluate.Score]
     step: int
     history: list[dict]
+    out_of_time: bool
 
 
 def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, target_params, draft_ids_U,
@@ -236,7 +238,8 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
         manager.wait_until_finished()
     if not best["scores"]:
         best = {"params": params, "step": step, "scores": []}
-    return Result(best["params"], best["scores"], best["step"], history)
+    return Result(best["params"], best["scores"], best["step"], history,
+                  out_of_time and step < cfg.steps and not stopped_early())
 
 
 def _place(stacked, objective: Objective):

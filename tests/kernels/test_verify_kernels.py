@@ -21,7 +21,7 @@ from specjax import verify
 from specjax.kernels import bench, dispatch
 from specjax.kernels import verify as kernels
 from specjax.kernels.check import apart
-from specjax.kernels.verify import noise
+from specjax.kernels.verify import noise, xla
 from specjax.kernels.verify.partial import join_races, join_scans
 from specjax.sampling import SamplingParams, Stream
 from specjax.verify import MODES
@@ -497,3 +497,15 @@ class TestNoise:
         # v is rounded by up to 2^-25, which counts 1 / (1 - v) < e times as much; the logarithm by up to 2^-24.
         np.testing.assert_allclose(sample[expected < 1], expected[expected < 1], rtol=0, atol=2**-25 * np.e + 2**-24)
         np.testing.assert_allclose(np.exp(-sample), np.exp(-expected), atol=2**-23)  # what 24 bits of v leave of it
+
+
+def test_on_a_cpu_noise_is_worked_out_once():
+    """And kept: were it worked out in each of the reductions that find the winner, it might be rounded differently."""
+    def draw(logits_RV, key_R2):
+        return xla.scan(logits_RV, jnp.ones(8), jnp.full(8, -jnp.inf), key_R2, jnp.int32(0), 4096).token
+
+    arguments = (jax.ShapeDtypeStruct((8, 4096), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.int32))
+    text = jax.jit(draw).lower(*arguments).compile().as_text()
+    computations = [part for part in text.split("\n\n") if " shift-left(" in part and "[8,4096]" in part]
+    assert len(computations) == 1
+    assert " reduce(" not in computations[0]

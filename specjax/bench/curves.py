@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import matplotlib
-
+from specjax import plots
 from specjax.bench.saturation import Point
 
 
 def saturation(points: list[Point], title: str, path: str) -> None:
     """Two charts as a PNG: the speedup of each K against the batch, and tokens per second of all rows together."""
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (left, right) = plots.two_charts()
     batch = [point.batch_size for point in points]
     for k in points[0].speculative:
         left.plot(batch, [point.speculative[k] / point.plain for point in points], "o-", label=f"K = {k}")
@@ -24,5 +20,4 @@ def saturation(points: list[Point], title: str, path: str) -> None:
         axes.set_xticks(batch, [str(size) for size in batch], minor=False)
         axes.minorticks_off()
         axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plots.save(figure, path)
