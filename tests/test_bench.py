@@ -184,7 +184,7 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
     (["decode", "--drafter=eagle", "--drafter=draft_model"], ["there is one --draft"]),
     (["decode", "--drafter=ngram", "--repeats=0"], ["--repeats must be at least 1"]),
     (["decode", "--drafter=ngram", "--num_speculative_tokens=0"], ["--num_speculative_tokens must be at least 1"]),
-    (["decode", "--drafter=ngram", "--draft=x"], ["--draft=x", "uses no draft model"]),
+    (["decode", "--drafter=ngram", "--draft=x"], ["--draft=x", "ngram uses no draft model and no head"]),
     (["decode", "--drafter=ngram", "--drafter_options=min_n=9"], ["min_n=9"]),
     (["decode", "--drafter=ngram", "--drafter=eagle", "--drafter_options=min_n=1"], ["no head comes with SpecJAX"]),
     (["saturation", "--plot=x.jpg"], ["--plot=x.jpg must end in .png"]),

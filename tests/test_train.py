@@ -312,6 +312,36 @@ def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-2)
 
 
+def test_weights_decay_but_norms_do_not():
+    params = initial()
+    optimizer = trainer.optimizer(TrainConfig(steps=9, warmup=0, weight_decay=0.5))
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        assert bool(jnp.any(update != 0)) == ("norm" not in jax.tree_util.keystr(path)), path
+
+
+def test_a_loss_that_is_no_number_ends_training(tmp_path):
+    params = initial()
+    params["final_norm_D"] = params["final_norm_D"].at[0].set(jnp.nan)
+    with pytest.raises(SpecJAXError, match="the loss of step 0 is nan: try a lower learning_rate"):
+        run(tmp_path / "run", params=params)
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+def test_in_bfloat16_the_loss_is_about_that_in_float32(is_head):
+    objective = OBJECTIVE if is_head else Objective(TARGET.config, TARGET.config, num_steps=1)
+    params = initial() if is_head else similar(6, num_layers=2).params
+    batch = rows().batch(range(4), objective.taps, 1.0)
+    losses = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        loss = functools.partial(dataclasses.replace(objective, dtype=dtype).loss, target_params=jax.tree.map(
+            lambda x, dtype=dtype: x.astype(dtype), TARGET.params), draft_ids_U=None, batch=batch,
+            num_steps=objective.num_steps)
+        (losses[dtype], _), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}
+    assert float(losses[jnp.bfloat16]) == pytest.approx(float(losses[jnp.float32]), rel=0.05)
+
+
 def test_the_order_of_rows_is_a_function_of_the_step():
     seen = [index for step in range(6) for index in trainer.indices(CFG, 12, step)]
     assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(12)) and seen[:12] != seen[12:]

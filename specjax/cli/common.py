@@ -78,8 +78,6 @@ def load_models() -> tuple[Model, Model | Head | None]:
     kinds = {kind for name in names if name != "none" for kind in base.needs(name)} - {None}
     if len(kinds) > 1:
         raise SpecJAXError(f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft")
-    if FLAGS.draft and not kinds:
-        raise SpecJAXError(f"--draft={FLAGS.draft}: --drafter={' and '.join(names)} uses no draft model")
     uses_head = HeadConfig in kinds
     if FLAGS.draft_tensor_parallel != 1 and not (FLAGS.draft or uses_head):
         raise SpecJAXError(f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft")
@@ -172,8 +170,11 @@ def begin_benchmark(*outputs: str) -> None:
     Args:
       *outputs: flags that name files to write.
     """
-    if "none" in (FLAGS.drafter if isinstance(FLAGS.drafter, list) else [FLAGS.drafter]):
+    names = FLAGS.drafter if isinstance(FLAGS.drafter, list) else [FLAGS.drafter]
+    if "none" in names:
         raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
+    if FLAGS.draft and not any(kind for name in names for kind in base.needs(name)):
+        raise SpecJAXError(f"--draft={FLAGS.draft}: {' and '.join(names)} uses no draft model and no head")
     check_at_least_1("repeats", "max_new_tokens", "num_speculative_tokens")
     join_processes()
     for name in outputs if is_first_process() else ():
