@@ -11,7 +11,7 @@ import pytest
 from conftest import compilations
 
 import specjax
-from specjax import Draft, Drafter, SpecJAXError, generation
+from specjax import Draft, Drafter, SpecJAXError, decode, generation
 from specjax.kernels import dispatch
 
 CHAT = [{"role": "user", "content": "hello hello"}]
@@ -246,10 +246,10 @@ def test_a_second_call_compiles_nothing(target):
 def test_the_length_of_a_prompt_decides_nothing_in_the_loop(target):
     """Prompts are read in chunks of a size that follows their length; the loop has nothing to do with it."""
     specjax.generate(target, "ngram", [[9] * 10], max_new_tokens=5)
-    before = generation._generate._cache_size()
+    before = decode.generate_jit._cache_size()
     specjax.generate(target, "ngram", [[9] * 50], max_new_tokens=5)
     assert generation.prefill_chunk(10) != generation.prefill_chunk(50)
-    assert generation._generate._cache_size() == before
+    assert decode.generate_jit._cache_size() == before
 
 
 def test_a_model_without_tokenizer_takes_and_gives_ids(target, plain):
