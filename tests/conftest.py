@@ -57,7 +57,7 @@ def _programs_are_dropped():
     fault."""
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 10_000:
         jax.clear_caches()
 
 
