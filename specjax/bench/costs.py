@@ -76,8 +76,8 @@ def measure(target: Model, K: int, parts: Sequence[tuple[Drafter, Any]], *, batc
     slots = generation.bucket(length + ROUNDS * (K + 1))
     rows = np.full(batch_size, 1)
     tokens_BS = np.random.default_rng(0).integers(0, target.num_valid_tokens, (batch_size, slots)).astype(np.int32)
-    noise = sampling.params((0 * rows).astype(np.uint32), np.full(batch_size, temperature, np.float32), 0 * rows,
-                            rows.astype(np.float32), (0 * rows).astype(np.float32))
+    noise = sampling.SamplingParams((0 * rows).astype(np.uint32),
+                                    np.full(batch_size, temperature, np.float32) if temperature else None)
     arrays = sharding.put((tokens_BS, (length * rows).astype(np.int32), (slots * rows).astype(np.int32),
                            np.full((batch_size, 1), -1, np.int32), noise), target.mesh)
 

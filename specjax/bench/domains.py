@@ -89,13 +89,13 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
         for number, (domain, ids) in enumerate(prompts):
             options = dict(prompts=[ids], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed + number,
                            **common)
-            for _ in range(repeats):
+            for repeat in range(repeats):
                 runs = {"none": generation.generate(target, "none", **options)}
                 for name, arguments in drafters.items():
                     runs[name] = generation.generate(target, **arguments, num_speculative_tokens=k, **options)
                     _check_equal(target, runs, name, temperature, domain)
                 for name, run in runs.items():
-                    found.setdefault((temperature, domain, name), []).append((number, run))
+                    found.setdefault((temperature, domain, name), [[] for _ in range(repeats)])[repeat].append(run)
                     if on_run:
                         on_run()
     length = max(len(ids) for _, ids in prompts) + max_new_tokens // 2
@@ -105,7 +105,7 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
             parts = [named(part, arguments) for part in arguments["drafter"].split(",")]
             cost = costs.measure(target, k, parts, batch_size=sharding.num_parts(target.mesh), length=length,
                                  temperature=temperature, repeats=9, **common)
-            rows += [_row(domain, name, temperature, found, repeats, cost, k) for domain in domains]
+            rows += [_row(domain, name, temperature, found, cost, k) for domain in domains]
     return rows
 
 
@@ -115,17 +115,15 @@ def _check_equal(target: Model, runs, name: str, temperature: float, domain: str
         raise SpecJAXError(f"a prompt of {domain}: speculation with {name} changed the greedy text")
 
 
-def _row(domain: str, name: str, temperature: float, found, repeats: int, cost: Costs, K: int) -> Row:
+def _row(domain: str, name: str, temperature: float, found, cost: Costs, K: int) -> Row:
+    repeats = len(found[temperature, domain, name])
+
     def rate(key):
         """The median over repeats of the rate over all prompts."""
-        runs = found[temperature, domain, key]
-        numbers = sorted({number for number, _ in runs})
-        by_prompt = {number: [run for other, run in runs if other == number] for number in numbers}
-        return float(np.median([
-            sum(len(by_prompt[number][i].completions[0].tokens) for number in numbers)
-            / sum(by_prompt[number][i].decode_seconds for number in numbers) for i in range(repeats)]))
+        return float(np.median([sum(len(run.completions[0].tokens) for run in runs)
+                                / sum(run.decode_seconds for run in runs) for runs in found[temperature, domain, key]]))
 
-    completions = [run.completions[0] for _, run in found[temperature, domain, name]]
+    completions = [run.completions[0] for runs in found[temperature, domain, name] for run in runs]
     stats = metrics.acceptance(completions, K)
     return Row(domain, name, temperature, len(completions) // repeats, stats.num_tokens // repeats, stats.rate,
                stats.by_position, stats.tokens_per_round, rate("none"), rate(name), cost.draft, cost.verify,

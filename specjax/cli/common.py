@@ -74,7 +74,7 @@ def define_mesh_flags() -> None:
 
 def load_models() -> tuple[Model, Model | Head | None]:
     """The target and, if there is one, the draft model or head that the flags name, on the mesh that they ask for."""
-    names = [FLAGS.drafter] if isinstance(FLAGS.drafter, str) else FLAGS.drafter
+    names = drafter_names()
     kinds = {kind for name in names if name != "none" for kind in base.needs(name)} - {None}
     if len(kinds) > 1:
         raise SpecJAXError(f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft")
@@ -140,11 +140,15 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
+def drafter_names() -> list[str]:
+    """What --drafter says, which some commands take several times."""
+    return [FLAGS.drafter] if isinstance(FLAGS.drafter, str) else FLAGS.drafter
+
+
 def drafter_arguments(draft: Model | None) -> dict:
     """The drafter flags as keyword arguments of `generation.generate`."""
     return dict(drafter=FLAGS.drafter, draft=draft, num_speculative_tokens=FLAGS.num_speculative_tokens,
-                drafter_options=_options(FLAGS.drafter_options), verify=FLAGS.verify, page_size=FLAGS.page_size,
-                implementation=FLAGS.implementation)
+                drafter_options=_options(FLAGS.drafter_options), **decoding_arguments())
 
 
 def provenance(module: str) -> dict:
@@ -170,7 +174,7 @@ def begin_benchmark(*outputs: str) -> None:
     Args:
       *outputs: flags that name files to write.
     """
-    names = FLAGS.drafter if isinstance(FLAGS.drafter, list) else [FLAGS.drafter]
+    names = drafter_names()
     if "none" in names:
         raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
     if FLAGS.draft and not any(kind for name in names for kind in base.needs(name)):
@@ -184,11 +188,11 @@ def begin_benchmark(*outputs: str) -> None:
 
 def several_drafters(draft: Model | Head | None) -> dict[str, dict]:
     """By the names in --drafter, what chooses each of them as keyword arguments of `generation.generate`."""
-    if FLAGS.drafter_options and isinstance(FLAGS.drafter, list) and len(FLAGS.drafter) > 1:
+    names = drafter_names()
+    if FLAGS.drafter_options and len(names) > 1:
         raise SpecJAXError("--drafter_options are of one --drafter, and here there are several")
     return {name: dict(drafter=name, draft=draft if any(base.needs(name)) else None,
-                       drafter_options=_options(FLAGS.drafter_options))
-            for name in ([FLAGS.drafter] if isinstance(FLAGS.drafter, str) else FLAGS.drafter)}
+                       drafter_options=_options(FLAGS.drafter_options)) for name in names}
 
 
 def decoding_arguments() -> dict:
