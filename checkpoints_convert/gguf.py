@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import mmap
 import pathlib
-import re
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,6 @@ from specjax.config import LlamaConfig, RopeConfig
 from specjax.errors import SpecJAXError
 from specjax.files import parsing
 
-# llama.cpp's name -> Hugging Face's, without the layer prefix and the ".weight" or ".bias" suffix.
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}
-OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -37,10 +29,10 @@ def open_file(path: pathlib.Path) -> table.Opened:
         reader = gguf.GGUFReader(path)
     except Exception as error:  # a damaged file fails anywhere in the reader
         raise SpecJAXError(f"{path}: truncated or not a GGUF file: {error}") from error
-    metadata = Metadata(path, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     with parsing(path):
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
         cfg = read_config(metadata, tensors)
         eos_ids = {int(id_) for key in keys if (id_ := metadata.get(f"tokenizer.ggml.{key}")) is not None}
     source = GGUFSource(path, tensors, cfg, reader.data.base)
@@ -51,48 +43,31 @@ def open_file(path: pathlib.Path) -> table.Opened:
                         tuple(sorted(eos_ids)))
 
 
-class Metadata:
-    """The key-value section of a GGUF file."""
-
-    def __init__(self, path: pathlib.Path, reader):
-        self.path = path
-        self._reader = reader
-
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
-
-    def require(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise SpecJAXError(f"{self.path}: metadata key {key} is missing")
-        return value
-
-
-def read_config(metadata: Metadata, tensors: dict[str, Any]) -> LlamaConfig:
-    """Metadata, and what can only be told from the tensors (vocabulary, ties, biases, RoPE factors) -> LlamaConfig."""
-    path, architecture = metadata.path, metadata.require("general.architecture")
+def read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> LlamaConfig:
+    """Metadata, and what can only be told from the tensors (vocabulary, ties, biases, RoPE factors) -> LlamaConfig.
+    Raises KeyError for what the metadata lack."""
+    architecture = metadata["general.architecture"]
     if architecture != "llama":
-        raise SpecJAXError(f"{path}: architecture {architecture!r} is not supported; supported: 'llama'")
+        raise SpecJAXError(f"architecture {architecture!r} is not supported; supported: 'llama'")
     if metadata.get("llama.expert_count", 0):
-        raise SpecJAXError(f"{path}: mixture of experts (llama.expert_count) is not supported")
+        raise SpecJAXError("mixture of experts (llama.expert_count) is not supported")
     if "token_embd.weight" not in tensors:
-        raise SpecJAXError(f"{path}: tensor token_embd.weight is missing")
-    hidden, heads = metadata.require("llama.embedding_length"), metadata.require("llama.attention.head_count")
+        raise SpecJAXError("tensor token_embd.weight is missing")
+    hidden, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
     rotary = metadata.get("llama.rope.dimension_count")
     head_dim = metadata.get("llama.attention.key_length") or rotary or hidden // heads
     if rotary not in (None, head_dim):
-        raise SpecJAXError(f"{path}: llama.rope.dimension_count {rotary} is not the head width {head_dim}")
+        raise SpecJAXError(f"llama.rope.dimension_count {rotary} is not the head width {head_dim}")
     cfg = LlamaConfig(
         vocab_size=int(tensors["token_embd.weight"].shape[1]),  # shapes are written innermost axis first
         hidden_size=hidden,
-        intermediate_size=metadata.require("llama.feed_forward_length"),
-        num_layers=metadata.require("llama.block_count"),
+        intermediate_size=metadata["llama.feed_forward_length"],
+        num_layers=metadata["llama.block_count"],
         num_heads=heads,
         num_kv_heads=metadata.get("llama.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=_shortest(metadata.require("llama.attention.layer_norm_rms_epsilon")),
-        max_position_embeddings=metadata.require("llama.context_length"),
+        rms_norm_eps=_shortest(metadata["llama.attention.layer_norm_rms_epsilon"]),
+        max_position_embeddings=metadata["llama.context_length"],
         rope=_read_rope(metadata),
         tie_word_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
@@ -110,7 +85,7 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _read_rope(metadata: Metadata) -> RopeConfig:
+def _read_rope(metadata: dict[str, Any]) -> RopeConfig:
     theta = _shortest(metadata.get("llama.rope.freq_base", 10000.0))
     kind = metadata.get("llama.rope.scaling.type", "linear")  # a file older than this key has only the factor
     factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear", 1.0)) or 1.0
@@ -142,9 +117,16 @@ class GGUFSource:
     """The tensors of a GGUF file under their Hugging Face names, in Hugging Face's order of rotary pairs."""
 
     def __init__(self, path: pathlib.Path, tensors: dict[str, Any], cfg: LlamaConfig, mapped: mmap.mmap):
+        import gguf
+
         self._mapped = mapped
         self._heads = {"attn_q": cfg.num_heads, "attn_k": cfg.num_kv_heads}
-        self._tensors = {_hf_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, cfg.num_layers)
+        self._own_names = {part.name: names.get_name(part.name, (".weight", ".bias"))
+                           for parameter in table.parameters(cfg) for part in parameter.parts}
+        # `table.check` reports what has no name there as surplus.
+        known = {own: name for name, own in self._own_names.items()}
+        self._tensors = {known.get(name, name): tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}
         self.tensors = {name: table.TensorInfo(tuple(map(int, reversed(tensor.shape))), _dtype(tensor), str(path))
                         for name, tensor in self._tensors.items()}
         # llama.cpp writes vectors as float32 whatever the matrices are, so the matrices tell what the model was.
@@ -152,12 +134,7 @@ class GGUFSource:
 
     def own_name(self, name: str) -> str:
         """llama.cpp's name of a Hugging Face tensor."""
-        if name in self._tensors:
-            return self._tensors[name].name
-        stem, _, suffix = name.rpartition(".")
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
-        names = {theirs: ours for ours, theirs in (LAYER_NAMES if match else OTHER_NAMES).items()}
-        return f"blk.{match[1]}.{names[match[2]]}.{suffix}" if match else f"{names[stem]}.{suffix}"
+        return self._own_names.get(name, name)
 
     def read(self, name: str, index: table.Index = ()) -> np.ndarray:
         import gguf
@@ -175,15 +152,6 @@ class GGUFSource:
             return array.reshape(shape)[index]
         # llama.cpp turns neighbouring pairs, Hugging Face the two halves of a head: [heads, H/2, 2] -> [heads, 2, H/2].
         return array.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)[index]
-
-
-def _hf_name(name: str) -> str:
-    """Names that are not in the tables stay as they are, and `table.check` reports them as surplus."""
-    stem, _, suffix = name.rpartition(".")
-    match = re.fullmatch(r"blk\.(\d+)\.(.*)", stem)
-    if match and match[2] in LAYER_NAMES:
-        return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{suffix}"
-    return f"{OTHER_NAMES[stem]}.{suffix}" if stem in OTHER_NAMES else name
 
 
 def _dtype(tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -18,10 +20,12 @@ ROLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": 
          "pad_token": "padding_token_id"}
 
 
-def build(metadata) -> Tokenizer | None:
-    """`gguf.Metadata` -> Tokenizer, None where the file has none.
+def build(metadata: dict[str, Any]) -> Tokenizer | None:
+    """A file's metadata -> Tokenizer, None where it has none.
 
-    Raises SpecJAXError for a tokenizer model or pre-tokeniser that is not known: guessing would give other tokens.
+    Raises:
+      SpecJAXError: a tokenizer model or pre-tokeniser that is not known: guessing would give other tokens.
+      KeyError: something is missing.
     """
     def get(key, default=None):
         return metadata.get(f"tokenizer.ggml.{key}", default)
@@ -29,13 +33,13 @@ def build(metadata) -> Tokenizer | None:
     kind = get("model")
     if kind is None or kind == "none":
         return None
-    tokens, pre = metadata.require("tokenizer.ggml.tokens"), get("pre")
+    tokens, pre = metadata["tokenizer.ggml.tokens"], get("pre")
     if kind == "gpt2":
         backend = _byte_level(metadata, tokens, pre)
     elif kind == "llama":
         backend = _sentencepiece(metadata, tokens)
     else:
-        raise SpecJAXError(f"{metadata.path}: tokenizer model {kind!r} is not supported; supported: gpt2, llama")
+        raise SpecJAXError(f"tokenizer model {kind!r} is not supported; supported: gpt2, llama")
     types = get("token_type") or [1] * len(tokens)
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True)
                                 for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL])
@@ -45,17 +49,16 @@ def build(metadata) -> Tokenizer | None:
     # Where the file does not say, llama.cpp puts a BOS before SentencePiece and Llama 3 text, and no EOS after any.
     before = ["bos_token"] if get("add_bos_token", kind == "llama" or pre in LLAMA3_NAMES) else []
     after = ["eos_token"] if get("add_eos_token", False) else []
-    if before or after:
-        for role in before + after:
-            metadata.require(f"tokenizer.ggml.{ROLES[role]}")
+    ids = {role: metadata[f"tokenizer.ggml.{ROLES[role]}"] for role in before + after}
+    if ids:
         backend.post_processor = processors.TemplateProcessing(
             single=[*(special[role] for role in before), "$A", *(special[role] for role in after)],
-            special_tokens=[(special[role], get(ROLES[role])) for role in before + after])
+            special_tokens=[(special[role], id_) for role, id_ in ids.items()])
     return Tokenizer(backend, special, metadata.get("tokenizer.chat_template"))
 
 
-def _byte_level(metadata, tokens: list[str], pre: str | None) -> tokenizers.Tokenizer:
-    merges = [tuple(merge.split(" ")) for merge in metadata.require("tokenizer.ggml.merges")]
+def _byte_level(metadata: dict[str, Any], tokens: list[str], pre: str | None) -> tokenizers.Tokenizer:
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     # Llama 3 takes a word that is a token as it is, without looking for the merges that would lead to it.
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in LLAMA3_NAMES))
@@ -70,14 +73,14 @@ def _byte_level(metadata, tokens: list[str], pre: str | None) -> tokenizers.Toke
         backend.pre_tokenizer = byte_level
     else:
         names = ("smollm", *LLAMA3_NAMES, *GPT2_NAMES)
-        raise SpecJAXError(f"{metadata.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(names)}")
+        raise SpecJAXError(f"pre-tokenizer {pre!r} is not supported; supported: {', '.join(names)}")
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece(metadata, tokens: list[str]) -> tokenizers.Tokenizer:
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
     """SentencePiece joins the neighbours whose joint piece scores highest: BPE with merges in order of the scores."""
-    scores = metadata.require("tokenizer.ggml.scores")
+    scores = metadata["tokenizer.ggml.scores"]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     merges = [(-score, id_, token[:cut], token[cut:])
               for id_, (token, score) in enumerate(zip(tokens, scores, strict=True)) for cut in range(1, len(token))

@@ -45,8 +45,25 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
+def new_file(output: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """Gives a temporary sibling of `output` to write to, and renames it to `output` at the very end. An exception
+    removes it. Raises SpecJAXError in place of an OSError or a UnicodeError."""
+    partial = pathlib.Path(f"{output}.incomplete-{os.getpid()}")
+    try:
+        yield partial
+        partial.rename(output)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError | UnicodeError):
+            raise SpecJAXError(f"cannot write {output}: {error}") from error
+        raise
+
+
+@contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Raises OSError in place of what a library raises when it cannot write, for `new_folder` to name the output."""
+    """Raises OSError in place of what a library raises when it cannot write, for `new_folder` and `new_file` to name
+    the output."""
     try:
         yield
     except Exception as error:  # TensorStore, safetensors and tokenizers have no common one
@@ -105,9 +122,8 @@ def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
     check_claim(folder, name, identity)
     if not (folder / name).exists():
         make_folder(folder)
-        partial = folder / f"{name}.incomplete-{os.getpid()}"
-        write_json(partial, identity)
-        partial.rename(folder / name)
+        with new_file(folder / name) as path:
+            write_json(path, identity)
 
 
 def make_folder(folder: pathlib.Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -279,10 +278,7 @@ def named_drafter(name: str, target: Model, draft: Model | Head | None, num_spec
     if draft is not None and draft.mesh != target.mesh:
         raise SpecJAXError(f"target and draft were loaded for different meshes: {target.mesh}, {draft.mesh}")
     k = default_num_speculative_tokens() if num_speculative_tokens is None else num_speculative_tokens
-    if own := set(options) & set(inspect.signature(base.make).parameters):
-        raise SpecJAXError(f"{own.pop()!r} is no option of a drafter, but a parameter of its own")
-    drafter = base.make(name, k, target.config, draft.config if draft else None, implementation=implementation,
-                        **options)
+    drafter = base.make(name, k, target.config, draft.config if draft else None, implementation, options)
     params = [draft.params if kind else None for kind in needs]
     return drafter, params[0] if len(params) == 1 else tuple(params)
 

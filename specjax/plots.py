@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import os
-import pathlib
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from specjax.errors import SpecJAXError
+from specjax import files
 
 
 def two_charts():
-    """A figure with two axes beside each other, and these."""
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    """A figure with two axes beside each other, and these. It is no window's: `pyplot` is not involved."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    return figure, figure.subplots(1, 2)
 
 
-def save(figure, path: str | os.PathLike) -> None:
-    """Writes a figure as a PNG file, which appears when it is complete, and closes it. Raises SpecJAXError where it
-    cannot be written."""
-    from matplotlib import pyplot
-
-    partial = pathlib.Path(f"{path}.incomplete-{os.getpid()}")
-    try:
+def save(figure: Figure, path: str | os.PathLike) -> None:
+    """Writes a figure as a PNG file, which appears when it is complete. Raises SpecJAXError where it cannot be."""
+    with files.new_file(path) as partial:
         figure.savefig(partial, dpi=120, format="png")
-        partial.rename(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise SpecJAXError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)

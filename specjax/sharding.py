@@ -137,15 +137,16 @@ def is_placed(embed_VD: jax.Array, mesh: Mesh | None, role: str) -> bool:
     return mesh is None or embed_VD.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(MODEL_AXES[role])), 2)
 
 
-def put(tree: Any, mesh: Mesh | None):
-    """Arrays of the host, the same in every process, on the default device or by rows on the mesh."""
+def put(tree: Any, mesh: Mesh | None, unnamed: PartitionSpec = PartitionSpec(DATA)):  # noqa: B008
+    """Arrays of the host, the same in every process, on the default device or on the mesh: split by their letters, or
+    as `unnamed` says, which is by rows."""
     if mesh is None:
         return jax.device_put(tree)
 
     def place(x, spec):
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
-    return jax.tree.map(place, tree, specs(tree, "target", PartitionSpec(DATA)))
+    return jax.tree.map(place, tree, specs(tree, "target", unnamed))
 
 
 def get(tree: Any):

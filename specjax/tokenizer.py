@@ -56,7 +56,7 @@ class Tokenizer:
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the highest id; the model's own `vocab_size` may be larger (padding)."""
         return max(self.token_ids.values(), default=-1) + 1

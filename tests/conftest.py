@@ -97,7 +97,7 @@ def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
     elif LlamaConfig in needs:
         config, params = draft
     params = tuple(params if kind else None for kind in needs)
-    return base.make(name, K, target.config, config, **options), params[0] if len(needs) == 1 else params
+    return base.make(name, K, target.config, config, options=options), params[0] if len(needs) == 1 else params
 
 
 class Result(NamedTuple):
@@ -218,7 +218,7 @@ def oracle(K: int, taps: tuple[int, ...] = ()) -> base.Drafter:
             width_BS = width_BS.at[row_B1, length_B[:, None]].set(width_B[:, None], mode="drop")
         return context.length_B, taps_BSD, width_BS
 
-    return base.Drafter(K, taps, init, propose, update)
+    return base.Drafter(K, propose, taps, init, update)
 
 
 @contextlib.contextmanager

@@ -269,8 +269,8 @@ class TestBadInput:
         (["convert", "--source=x"], ["--output"]),
         (["export", "--source=/does/not/exist", "--output=new"], ["/does/not/exist does not exist"]),
         (["bench", "peers", "--target=x", "--drafter=none"], ["--drafter=none"]),
-        (["bench", "peers", "--target=x", "--repeats=0"], ["--repeats must be at least 1, got 0"]),
-        (["bench", "peers", "--target=x", "--max_new_tokens=0"], ["--max_new_tokens must be at least 1, got 0"]),
+        (["bench", "peers", "--target=x", "--repeats=0"], ["--repeats=0: 0 is not a positive integer"]),
+        (["bench", "peers", "--target=x", "--max_new_tokens=0"], ["--max_new_tokens=0: 0 is not a positive integer"]),
         (["demo"], ["--target"]),
     ])
     def test_arguments(self, command, arguments, parts, tmp_path, monkeypatch):
@@ -278,7 +278,7 @@ class TestBadInput:
         check_refused(command(*arguments), *parts)
 
     @pytest.mark.parametrize(("arguments", "parts"), [
-        (["--num_speculative_tokens=0"], ["speculative tokens must be at least 1, got 0"]),
+        (["--num_speculative_tokens=0"], ["--num_speculative_tokens=0: 0 is not a positive integer"]),
         (["--temperature=-1"], ["temperature must be at least 0", "got -1.0"]),
         (["--top_p=0"], ["top_p must be in (0, 1], got 0.0"]),
         (["--top_p=1.01"], ["top_p must be in (0, 1], got 1.01"]),

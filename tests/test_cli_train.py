@@ -85,7 +85,7 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     ([], ["nothing to train on", "--data", "--self_generate"]),
     (["--data={text}", "--taps=a"], ["--taps must be numbers of layers"]),
     (["--data={text}", "--taps=1,5"], ["taps must be rising layers of the target, 0 to 1, got 1, 5"]),
-    (["--data={text}", "--num_draft_tokens=0"], ["--num_draft_tokens must be at least 1"]),
+    (["--data={text}", "--num_draft_tokens=0"], ["--num_draft_tokens=0: 0 is not a positive integer"]),
     (["--data={text}", "--num_draft_tokens=9999"], ["num_draft_tokens must be in 1 to"]),
     (["--data={text}", "--num_slots=12"], ["--num_slots must be at least 14"]),
     (["--data={text}", "--only_generate"], ["--only_generate is for --self_generate"]),

@@ -128,6 +128,7 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
     (("ngram", 0, TARGET.config), {}, "speculative tokens must be at least 1, got 0"),
     (("ngram", 3, TARGET.config), {"min_n": 3, "max_n": 2}, "min_n=3 and max_n=2"),
     (("ngram", 3, TARGET.config), {"min_n": 0}, "min_n=0"),
+    (("ngram", 3, TARGET.config), {"max_n": 4.5}, "'max_n' of the drafter 'ngram' must be of type int, got 4.5"),
     (("ngram", 3, TARGET.config), {"window": 5}, "'ngram' has no option 'window'; it has: max_n, min_n"),
     (("ngram", 3, TARGET.config, DRAFT.config), {}, "'ngram' uses no draft model"),
     (("draft_model", 3, TARGET.config), {}, "'draft_model' needs a draft model"),
@@ -143,7 +144,7 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
 ])  # fmt: skip
 def test_drafters_that_cannot_be_are_refused(arguments, options, message):
     with pytest.raises(SpecJAXError, match=message):
-        base.make(*arguments, **options)
+        base.make(*arguments, options=options)
 
 
 def looked_up(text, K, min_n, max_n):
@@ -162,7 +163,7 @@ def looked_up(text, K, min_n, max_n):
 @pytest.mark.parametrize("alphabet", [2, 4, 20])
 def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
     K, S, rows = 5, 24, 400
-    drafter = base.make("ngram", K, TARGET.config, min_n=min_n, max_n=max_n)
+    drafter = base.make("ngram", K, TARGET.config, options=dict(min_n=min_n, max_n=max_n))
     rng = np.random.default_rng(alphabet)
     tokens_BS = rng.integers(0, alphabet, (rows, S), np.int32)
     length_B = rng.integers(1, S + 1, rows, np.int32)

@@ -214,7 +214,7 @@ def bigrams(num_tokens: int) -> Drafter:
             guesses.append(token_B1)
         return Draft(jnp.concatenate(guesses, axis=1)), state
 
-    return Drafter(num_tokens, (), lambda params, prefill: (), propose, lambda params, state, *_: state)
+    return Drafter(num_tokens, propose)
 
 
 def test_a_drafter_of_ones_own(target, plain):
@@ -398,5 +398,5 @@ def test_kernels_that_cannot_run_a_model_are_refused_with_the_reason(target, opt
 
 @pytest.mark.parametrize("option", ["implementation", "target", "name"])
 def test_parameters_of_a_drafter_are_not_its_options(target, option):
-    with pytest.raises(SpecJAXError, match=f"'{option}' is no option of a drafter"):
+    with pytest.raises(SpecJAXError, match=f"has no option '{option}'"):
         specjax.generate(target, "ngram", [[1, 2]], drafter_options={option: 1})

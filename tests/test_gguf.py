@@ -234,15 +234,8 @@ def test_byte_level_tokenizer(tmp_path):
     ("gpt-2", ["abc", "1234", " def", "'s"]),
 ])
 def test_pre_tokenizers(pre, words):
-    class Metadata:
-        path = "model.gguf"
-
-        def get(self, key, default=None):
-            return (byte_level_tokenizer() | {"pre": pre}).get(key.removeprefix("tokenizer.ggml."), default)
-
-        require = get
-
-    backend = gguf_tokenizer.build(Metadata()).backend
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in (byte_level_tokenizer() | {"pre": pre}).items()}
+    backend = gguf_tokenizer.build(metadata).backend
     assert [word.replace("Ġ", " ") for word, _ in backend.pre_tokenizer.pre_tokenize_str("abc1234 def's")] == words
 
 

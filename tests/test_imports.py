@@ -15,7 +15,7 @@ FOLDERS = {"specjax.kernels": ROOT / "kernels", "specjax.checkpoints_convert": R
 LAYERS = (
     ("specjax.errors",),
     ("specjax.config",),
-    ("specjax.tree", "specjax.sharding"),
+    ("specjax.sharding",),
     ("specjax.kv_cache", "specjax.sampling"),
     ("specjax.llama", "specjax.verify"),
     ("specjax.drafters",),

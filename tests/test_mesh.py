@@ -106,7 +106,7 @@ def disagreeing(draws: bool) -> base.Drafter:
         token_B, law = draw(jax.nn.one_hot(guess_B, 32) * 9, context.length_B)
         return base.chain([token_B], [law]), state
 
-    return base.Drafter(1, (), lambda params, prefill: (), propose, lambda params, state, *_: state)
+    return base.Drafter(1, propose)
 
 
 @pytest.mark.parametrize(("verify", "draws"), [("coupled", True), ("rejection", True), ("coupled", False)])

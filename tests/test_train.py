@@ -14,7 +14,7 @@ from conftest import full_logits, full_taps, similar, tiny
 from specjax import generation, llama
 from specjax.checkpoint import Model
 from specjax.errors import SpecJAXError
-from specjax.sharding import make_mesh, shardings
+from specjax.sharding import make_mesh, put, shardings
 from specjax.train import curves, data, evaluate, init_head, trainer
 from specjax.train.data import Dataset, Rows
 from specjax.train.objective import Objective, kl, tv, unrolled
@@ -68,7 +68,7 @@ def test_distances_are_those_of_their_definitions():
 def test_the_loss_compares_the_laws_after_each_token(is_head):
     """By hand from logits of whole passes; places that weigh nothing do not count."""
     draft = similar(6, num_layers=2)
-    objective = OBJECTIVE if is_head else Objective(TARGET.config, draft.config)
+    objective = OBJECTIVE if is_head else Objective(TARGET.config, draft.config, num_steps=1)
     params = initial() if is_head else draft.params
     batch = rows().batch([0, 5], objective.taps, prompt_weight=0.25)
     total, (distances, accepted) = objective.loss(params, TARGET.params, None, batch, objective.num_steps)
@@ -184,11 +184,11 @@ def test_gradients_add_up_over_parts_of_a_batch():
 def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
     cfg = dataclasses.replace(CFG, steps=3, save_every=3)
     objective = OBJECTIVE if is_head else Objective(TARGET.config, TARGET.config, num_steps=1)
-    start = initial() if is_head else similar(6, num_layers=2).params
-    one = run(tmp_path / "one", cfg, objective, params=jax.tree.map(jnp.copy, start))  # training takes them over
+    start = functools.partial(jax.tree.map, jnp.copy, initial() if is_head else similar(6, num_layers=2).params)
+    one = run(tmp_path / "one", cfg, objective, params=start())  # training takes them over
     mesh = make_mesh(2, 2, 2)
     objective = dataclasses.replace(objective, mesh=mesh)
-    params, target_params = split(start, "draft", mesh), split(TARGET.params, "target", mesh)
+    params, target_params = split(start(), "draft", mesh), split(TARGET.params, "target", mesh)
     several = trainer.train(objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), one.params, several.params)
     np.testing.assert_allclose([r["loss"] for r in one.history], [r["loss"] for r in several.history], rtol=1e-4)
@@ -200,7 +200,7 @@ def test_every_device_of_a_mesh_works_on_its_own_rows_alone():
     params, target_params = split(initial(), "draft", mesh), split(TARGET.params, "target", mesh)
     batch = jax.tree.map(lambda x: x[None], rows().batch(range(4), objective.taps, 1.0))
     text = trainer.update.lower(objective, CFG, 2, params, jax.jit(trainer.optimizer(CFG).init)(params), target_params,
-                                None, trainer._place(batch, objective)).compile().as_text()
+                                None, put(batch, mesh, trainer.STACKED)).compile().as_text()
     assert "[2,21,16]" in text and "4,21,16]" not in text
 
 
@@ -229,7 +229,7 @@ def test_values_that_make_no_sense_are_refused(field):
 
 
 def test_a_draft_that_is_the_target_is_always_right():
-    objective = Objective(TARGET.config, TARGET.config)
+    objective = Objective(TARGET.config, TARGET.config, num_steps=1)
     scores = evaluate.Evaluation(objective, TARGET.params, rows())(TARGET.params, None)
     assert {score.temperature for score in scores} == {0, 1}
     assert {score.domain for score in scores} == {"a", "b", "all"}
@@ -241,8 +241,8 @@ def test_a_draft_that_is_the_target_is_always_right():
 def test_scores_are_counted_by_hand():
     """Rows of temperature 0 and 1, domains, and what lies behind the prompt."""
     draft = similar(6, num_layers=2)
-    scores = evaluate.Evaluation(Objective(TARGET.config, draft.config), TARGET.params, rows(), batch_size=5)(
-        draft.params, None)
+    scores = evaluate.Evaluation(Objective(TARGET.config, draft.config, num_steps=1), TARGET.params, rows(),
+                                 batch_size=5)(draft.params, None)
     tokens_RS, length_R, domains = (rows().fields(name) for name in ("tokens_RS", "length_R", "domains"))
     p, q = (np.asarray(jax.nn.softmax(full_logits(model, tokens_RS))) for model in (TARGET, draft))
     for temperature, right in ((0, p.argmax(-1) == q.argmax(-1)), (1, np.minimum(p, q).sum(-1))):

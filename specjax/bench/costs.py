@@ -45,7 +45,7 @@ def free(K: int) -> Drafter:
     def propose(params, state, context, draw):
         return Draft(jnp.zeros((len(context.length_B), K), jnp.int32)), state
 
-    return Drafter(K, (), lambda params, prefill: (), propose, lambda params, state, *_: state)
+    return Drafter(K, propose)
 
 
 def eager(drafter: Drafter) -> Drafter:

@@ -29,10 +29,13 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
 
     def prepare(size: int):
         cfg = decode.DecodeConfig(target.config, page_size=size, implementation="xla", mesh=target.mesh)
-        tokens_BS = jnp.tile(jnp.arange(slots) % target.num_valid_tokens, (rows, 1))
-        state = decode.init(target.params, None, cfg, tokens_BS, jnp.full(rows, length), jnp.full(rows, slots),
-                            jnp.full((rows, 1), -1), SamplingParams(jnp.zeros(rows, jnp.uint32)))
+        tokens_BS = np.tile(np.arange(slots, dtype=np.int32) % target.num_valid_tokens, (rows, 1))
+        length_B, end_B, eos_BE = (np.full(shape, value, np.int32)
+                                   for shape, value in ((rows, length), (rows, slots), ((rows, 1), -1)))
+        arrays = sharding.put((tokens_BS, length_B, end_B, eos_BE, SamplingParams(np.zeros(rows, np.uint32))),
+                              target.mesh)
         # As functions of its own, so that nothing compiled for the one is taken for the other.
+        state = jax.jit(lambda params, arrays: decode.init(params, None, cfg, *arrays))(target.params, arrays)
         step = jax.jit(lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1)
         carry = [step(target.params, state)]
 

@@ -31,13 +31,13 @@ def define_flags() -> None:
     flags.adopt_module_key_flags(common)  # so that they are in the help text, and in the output's "command"
     flags.DEFINE_string("prompts_file", str(PROMPTS), "JSONL file of prompts, as for specjax generate, each with its "
                         "'domain'.")
-    flags.DEFINE_integer("prompts_per_domain", None, "At most so many; by default all.")
+    flags.DEFINE_integer("prompts_per_domain", None, "At most so many; by default all.", lower_bound=1)
     flags.DEFINE_list("temperatures", ["0", "1"], "To decode at.")
-    flags.DEFINE_integer("max_new_tokens", 96, "Most tokens to generate per prompt.")
-    flags.DEFINE_integer("repeats", 1, "Runs of everything; rates are medians.")
+    flags.DEFINE_integer("max_new_tokens", 96, "Most tokens to generate per prompt.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 1, "Runs of everything; rates are medians.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of the first prompt; the others follow.")
     flags.DEFINE_integer("paging_length", 512,
-                         "Also compare the paged cache with a contiguous one at this length; 0 is off.")
+                         "Also compare the paged cache with a contiguous one at this length; 0 is off.", lower_bound=0)
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
 
 
@@ -45,10 +45,7 @@ def main(argv: list[str]) -> None:
     """Runs the benchmark that the flags ask for."""
     del argv
     started = time.perf_counter()
-    common.check_at_least_1("prompts_per_domain")
     temperatures = sorted(set(common.numbers("temperatures")))
-    if FLAGS.paging_length < 0:
-        raise SpecJAXError(f"--paging_length must be at least 0, got {FLAGS.paging_length}")
     common.begin_benchmark("output")
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     chosen: dict[str, list] = {}
@@ -86,18 +83,15 @@ def main(argv: list[str]) -> None:
 
 def table(figures: list[domains.Row], k: int) -> Table:
     """One line per domain, drafter and temperature."""
-    result = Table(title=f"Decoding by domain, K = {k}", title_justify="left", show_edge=False)
-    for column in ("domain", "drafter"):
-        result.add_column(column)
-    for column in ("T", "α", "at 1 2 3", "tok/round", "plain", "drafts", "speedup", "c", "v", "predicted", "real/pred",
-                   "public α", "speedup"):
-        result.add_column(column, justify="right", no_wrap=True)
-    for row in figures:
+
+    def line(row: domains.Row):
         alpha, speedup = PUBLIC.get(row.domain, (None, None))
-        result.add_row(
-            row.domain, row.drafter, f"{row.temperature:g}", common.number(row.acceptance, 3),
-            " ".join(common.number(x) for x in row.by_position[:3]), f"{row.tokens_per_round:.2f}", f"{row.plain:.1f}",
-            f"{row.speculative:.1f}", f"{row.speedup:.2f}x", f"{row.draft:.3f}", f"{row.verify:.2f}",
-            f"{row.predicted:.2f}x", f"{row.speedup / row.predicted:.2f}", "" if alpha is None else f"{alpha:.3f}",
-            "" if speedup is None else f"{speedup:.2f}x")
-    return result
+        return (row.domain, row.drafter, f"{row.temperature:g}", common.number(row.acceptance, 3),
+                " ".join(common.number(x) for x in row.by_position[:3]), f"{row.tokens_per_round:.2f}",
+                f"{row.plain:.1f}", f"{row.speculative:.1f}", f"{row.speedup:.2f}x", f"{row.draft:.3f}",
+                f"{row.verify:.2f}", f"{row.predicted:.2f}x", f"{row.speedup / row.predicted:.2f}",
+                "" if alpha is None else f"{alpha:.3f}", "" if speedup is None else f"{speedup:.2f}x")
+
+    columns = ("domain", "drafter", "T", "α", "at 1 2 3", "tok/round", "plain", "drafts", "speedup", "c", "v",
+               "predicted", "real/pred", "public α", "speedup")
+    return common.table(f"Decoding by domain, K = {k}", columns, map(line, figures), num_texts=2, no_wrap=True)

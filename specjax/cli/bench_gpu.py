@@ -7,13 +7,11 @@ import time
 
 from absl import flags
 from rich.console import Console
-from rich.table import Table
 
 from specjax import plan
 from specjax.bench import synthetic
 from specjax.checkpoints_convert import table as dtypes
 from specjax.cli import common, jsonl
-from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 
 FLAGS = flags.FLAGS
@@ -25,19 +23,19 @@ def define_flags() -> None:
                         "configs/llama-3.1-8b.", required=True)
     flags.DEFINE_integer("draft_layers", 3, "Layers of the target that are the draft model.")
     flags.DEFINE_float("acceptance", 0.75, "Wanted α at temperature 1; what came of it is measured.")
-    flags.DEFINE_integer("num_speculative_tokens", 5, "K.")
-    flags.DEFINE_integer("max_speculative_tokens", 8, "v is measured for K = 1 up to this.")
+    flags.DEFINE_integer("num_speculative_tokens", 5, "K.", lower_bound=1)
+    flags.DEFINE_integer("max_speculative_tokens", 8, "v is measured for K = 1 up to this.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 1, "Rows. With several the last one to end is waited for, which the formula "
-                         "does not know.")
-    flags.DEFINE_integer("prompt_length", 128, "Tokens of the (random) prompts.")
-    flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per row.")
+                         "does not know.", lower_bound=1)
+    flags.DEFINE_integer("prompt_length", 128, "Tokens of the (random) prompts.", lower_bound=1)
+    flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per row.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", list(dtypes.DTYPES), "Of weights and caches.")
-    flags.DEFINE_integer("repeats", 3, "Counted runs; figures are medians.")
-    flags.DEFINE_integer("searches", 8, "Most steps of the search for the wanted acceptance.")
-    flags.DEFINE_integer("copy_bytes", 2**30, "Size of the array whose copy shows the bandwidth.")
-    flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.")
+    flags.DEFINE_integer("repeats", 3, "Counted runs; figures are medians.", lower_bound=1)
+    flags.DEFINE_integer("searches", 8, "Most steps of the search for the wanted acceptance.", lower_bound=1)
+    flags.DEFINE_integer("copy_bytes", 2**30, "Size of the array whose copy shows the bandwidth.", lower_bound=1)
+    flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.", lower_bound=1)
     flags.DEFINE_enum("implementation", None, dispatch.IMPLEMENTATIONS, "Of attention and verification.")
-    flags.DEFINE_integer("seed", 0, "Of everything random.")
+    flags.DEFINE_integer("seed", 0, "Of everything random.", lower_bound=0)
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.", required=True)
 
 
@@ -46,10 +44,6 @@ def main(argv: list[str]) -> None:
     del argv
     started = time.perf_counter()
     jsonl.refuse_existing(FLAGS.output)
-    common.check_at_least_1("num_speculative_tokens", "max_speculative_tokens", "batch_size", "prompt_length",
-                            "max_new_tokens", "repeats", "copy_bytes", "page_size", "searches")
-    if FLAGS.seed < 0:
-        raise SpecJAXError(f"--seed must be at least 0, got {FLAGS.seed}")
     cfg = plan.read_model_config(FLAGS.target)
     found = synthetic.run(
         cfg, num_draft_layers=FLAGS.draft_layers, acceptance=FLAGS.acceptance,
@@ -57,13 +51,9 @@ def main(argv: list[str]) -> None:
         batch_size=FLAGS.batch_size, prompt_length=FLAGS.prompt_length, max_new_tokens=FLAGS.max_new_tokens,
         dtype=dtypes.DTYPES[FLAGS.dtype], repeats=FLAGS.repeats, searches=FLAGS.searches, copy_bytes=FLAGS.copy_bytes,
         implementation=FLAGS.implementation, page_size=FLAGS.page_size, seed=FLAGS.seed)
-    result = Table(title=f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}", title_justify="left",
-                   show_edge=False)
-    result.add_column("")
-    result.add_column("", justify="right")
     share = found.weights_bandwidth / found.copy_bandwidth
     speedup = found.speculative / found.plain
-    for name, value in {
+    lines = {
         "plain tokens/s": f"{found.plain:.1f}",
         "weights read, of the bandwidth of a copy": f"{found.weights_bandwidth / 1e9:.0f} of "
                                                     f"{found.copy_bandwidth / 1e9:.0f} GB/s ({share:.0%})",
@@ -76,8 +66,8 @@ def main(argv: list[str]) -> None:
         "predicted speedup": f"{found.predicted:.2f}x",
         "realised / predicted": f"{speedup / found.predicted:.2f}",
         "host's part of a call": f"{1e3 * found.seconds_per_call:.2f} ms",
-    }.items():
-        result.add_row(name, value)
-    Console(highlight=False).print(result)
+    }
+    Console(highlight=False).print(common.table(f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}", ("", ""),
+                                                lines.items()))
     common.write_figures(__name__, {**dataclasses.asdict(found), "speedup": speedup, "bandwidth_share": share,
                                     "seconds": time.perf_counter() - started})

@@ -13,8 +13,8 @@ import sys
 import jax
 from absl import flags
 from rich.console import Console
+from rich.table import Table
 
-from specjax.bench import kernels as tables
 from specjax.cli import common, jsonl
 from specjax.errors import SpecJAXError
 from specjax.kernels import bench, dispatch
@@ -52,17 +52,54 @@ def main(argv: list[str]) -> int:
         raise SpecJAXError(f"the kernels cannot run here: {error}") from error
     device = str(jax.devices()[0].device_kind)
     console, reasons = Console(highlight=False, width=None if sys.stdout.isatty() else 120), []
-    console.print(tables.table(report, device, reasons))
+    console.print(table(report, device, reasons))
     for i, reason in enumerate(reasons):
         print(f"({i + 1}) not measured: {reason}")
     for failure in report.failures:
         print(f"specjax: failed: {failure}", file=sys.stderr)
     print(f"{len(report.checks)} checks, {len(report.failures)} failures, {report.seconds:.0f} s."
           + (f" A copy on this card: {report.copy_bytes_per_second / 1e9:.0f} GB/s, read and written bytes together."
-             f" {tables.fixed_cost(report)}" if report.rows else ""))  # fmt: skip
+             f" {fixed_cost(report)}" if report.rows else ""))  # fmt: skip
     result = {**common.provenance(__name__), "interpreted": bool(missing),
               "fixed_seconds": report.fixed_seconds, **dataclasses.asdict(report)}  # fmt: skip
     for row, figures in zip(report.rows, result["rows"], strict=True):
         figures["share"] = {name: report.share(row, name) for name in row.seconds}
     jsonl.write_text(FLAGS.output, json.dumps(result, indent=2, allow_nan=False) + "\n")
     return 1 if report.failures else 0
+
+
+def table(report: bench.Report, device: str, reasons: list[str]) -> Table:
+    """Figures; why one is missing goes into `reasons`, and the reason's number into the table."""
+    lines = []
+    for row in report.rows:
+        share = report.share(row)
+        goal = "" if row.goal is None else f"≥ {row.goal:.0%}"
+        if goal and share is not None:
+            goal += " met" if share >= row.goal else " missed"
+        rate = row.bytes / row.seconds["mosaic_gpu"] / 1e9 if share else None
+        lines.append((f"{row.operation} {row.case}{'*' if row.in_l2 else ''}", f"{rate:.0f}" if rate else "",
+                      f"{share:.0%}" if share else "", goal,
+                      *(_time(row, name, reasons) for name in ("mosaic_gpu", "xla", bench.PEER))))
+    cached = any(row.in_l2 for row in report.rows)
+    return common.table(f"kernels on {device}; a share is of the rate of a copy",
+                        ("operation", "GB/s", "share", "goal", "µs", "xla, µs", "JAX's op, µs"), lines, no_wrap=True,
+                        caption="* part of the bytes come from the L2 cache" if cached else None)
+
+
+def _time(row: bench.Row, implementation: str, reasons: list[str]) -> str:
+    if implementation in row.seconds:
+        return f"{1e6 * row.seconds[implementation]:.1f}"
+    if implementation not in row.skipped:
+        return ""  # JAX's own op cannot do that at all
+    if row.skipped[implementation] not in reasons:
+        reasons.append(row.skipped[implementation])
+    return f"({reasons.index(row.skipped[implementation]) + 1})"
+
+
+def fixed_cost(report: bench.Report) -> str:
+    """A sentence on the fixed cost of a call."""
+    if report.fixed_seconds is None:
+        return "The fixed cost of a call was not measured."
+    verdict = "met" if report.fixed_seconds < bench.FIXED_COST_GOAL else "missed"
+    return (f"Fixed cost of a call of attention: {1e6 * report.fixed_seconds:.1f} µs, "
+            f"goal < {1e6 * bench.FIXED_COST_GOAL:.0f} µs {verdict}.")

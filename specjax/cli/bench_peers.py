@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 from absl import flags
 from rich.console import Console
-from rich.table import Table
 
 from specjax.bench import peers
 from specjax.cli import common, demo, jsonl
@@ -22,18 +20,18 @@ def define_flags() -> None:
     common.define_decoding_flags(default="ngram")
     flags.adopt_module_key_flags(common)  # so that they are in the help text, and in the output's "command"
     flags.DEFINE_string("prompts_file", str(demo.PROMPTS), "JSONL file of prompts, as for specjax generate.")
-    flags.DEFINE_integer("max_new_tokens", 96, "Tokens to generate per prompt.")
-    flags.DEFINE_integer("repeats", 3, "Counted runs of everything; figures are medians.")
+    flags.DEFINE_integer("max_new_tokens", 96, "Tokens to generate per prompt.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 3, "Counted runs of everything; figures are medians.", lower_bound=1)
     flags.DEFINE_list("peers", [], f"Other engines, each of which must be installed: {', '.join(peers.PEERS)}.")
     flags.DEFINE_string("gguf", None, "For llama.cpp: the same weights as a float32 GGUF file.")
-    flags.DEFINE_integer("threads", len(os.sched_getaffinity(0)), "Of the other engines; ours are as many as cores.")
+    flags.DEFINE_integer("threads", common.num_cores(), "Of the other engines; ours are as many as cores.",
+                         lower_bound=1)
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
 
 
 def main(argv: list[str]) -> None:
     """Runs the benchmark that the flags ask for."""
     del argv
-    common.check_at_least_1("threads")
     common.begin_benchmark("output")
     if FLAGS.peers and FLAGS.max_new_tokens < 2:
         raise SpecJAXError("--max_new_tokens must be at least 2 with --peers: the first token comes with the prompt")
@@ -48,17 +46,13 @@ def main(argv: list[str]) -> None:
                             threads=FLAGS.threads)
     console = Console(highlight=False)
     k = common.num_speculative_tokens()
-    table = Table(title=f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}", title_justify="left",
-                  show_edge=False)
-    table.add_column("prompt")
-    for column in ("tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers):
-        table.add_column(column, justify="right")
-    for row in figures:
-        others = [f"{rate:.1f} ({(row.speculative if 'lookup' in name else row.plain) / rate:.2f}x)"
-                  for name, rate in row.peers.items()]
-        table.add_row(row.name, f"{row.tokens_per_round:.2f}", f"{row.plain:.1f}", f"{row.plain / row.floor:.2f}",
-                      f"{row.speculative:.1f}", f"{row.speculative / row.plain:.2f}x", *others)
-    console.print(table)
+    console.print(common.table(
+        f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}",
+        ("prompt", "tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers),
+        [(row.name, f"{row.tokens_per_round:.2f}", f"{row.plain:.1f}", f"{row.plain / row.floor:.2f}",
+          f"{row.speculative:.1f}", f"{row.speculative / row.plain:.2f}x",
+          *(f"{rate:.1f} ({(row.speculative if 'lookup' in name else row.plain) / rate:.2f}x)"
+            for name, rate in row.peers.items())) for row in figures]))
     print("The floor is the time that reading as many bytes as the weights have takes on this machine."
           + (" In brackets: our rate over theirs, with drafts where they look up." if FLAGS.peers else ""))
     common.write_figures(__name__, {"num_speculative_tokens": k, "rows": [dataclasses.asdict(row) for row in figures]})

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import generation
-from specjax.bench import curves, saturation
+from specjax.bench import saturation
 from specjax.cli import bench_decode, common, jsonl
 from specjax.errors import SpecJAXError
 
@@ -25,8 +25,8 @@ def define_flags() -> None:
     flags.DEFINE_list("batch_sizes", ["1", "2", "4", "8", "16", "32", "64"], "To measure.")
     flags.DEFINE_list("draft_lengths", ["1", "3", "5", "7"], "The values of K.")
     flags.DEFINE_float("temperature", 0.0, "Of all rows.")
-    flags.DEFINE_integer("max_new_tokens", 48, "Tokens to generate per row.")
-    flags.DEFINE_integer("repeats", 1, "Runs of everything; rates are medians.")
+    flags.DEFINE_integer("max_new_tokens", 48, "Tokens to generate per row.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 1, "Runs of everything; rates are medians.", lower_bound=1)
     flags.DEFINE_string("plot", None, "PNG file to draw to; it must not exist.")
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
 
@@ -56,16 +56,14 @@ def main(argv: list[str]) -> None:
     common.write_figures(__name__, {"points": [
         dataclasses.asdict(point) | {"best": point.best, "speedup": point.speedup} for point in points]})
     if FLAGS.plot and common.is_first_process():
-        curves.saturation(points, f"{FLAGS.drafter}, temperature {FLAGS.temperature:g}", FLAGS.plot)
+        saturation.draw(points, f"{FLAGS.drafter}, temperature {FLAGS.temperature:g}", FLAGS.plot)
 
 
 def table(points: list[saturation.Point]) -> Table:
     """One line per batch."""
-    result = Table(title="tokens/s of all rows together", title_justify="left", show_edge=False)
-    for column in ("batch", "plain", *(f"K = {k}" for k in points[0].speculative), "best K", "its speedup"):
-        result.add_column(column, justify="right")
-    for point in points:
-        result.add_row(str(point.batch_size), f"{point.plain:.1f}",
-                       *(f"{rate:.1f} ({rate / point.plain:.2f}x)" for rate in point.speculative.values()),
-                       str(point.best) if point.best else "none", f"{point.speedup:.2f}x")
-    return result
+    return common.table(
+        "tokens/s of all rows together", ("batch", "plain", *(f"K = {k}" for k in points[0].speculative), "best K",
+                                          "its speedup"),
+        [(str(point.batch_size), f"{point.plain:.1f}",
+          *(f"{rate:.1f} ({rate / point.plain:.2f}x)" for rate in point.speculative.values()),
+          str(point.best) if point.best else "none", f"{point.speedup:.2f}x") for point in points], num_texts=0)

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Iterable, Sequence
 
 import jax
 from absl import flags
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from specjax import checkpoint, generation, heads, metrics, sharding
 from specjax.checkpoint import Model
-from specjax.checkpoints_convert import table
+from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli import jsonl
 from specjax.drafters import base
 from specjax.drafters.eagle import HeadConfig
@@ -47,12 +48,12 @@ def define_decoding_flags(default: str | list[str]) -> None:
                         "folder; for --drafter=eagle the folder of a head (see specjax train), if not the one that "
                         "comes with SpecJAX for the target.")
     flags.DEFINE_integer("num_speculative_tokens", None,
-                         "K, tokens to guess per round, at least 1 (default: 7 on CPU, else 5).")
+                         "K, tokens to guess per round (default: 7 on CPU, else 5).", lower_bound=1)
     flags.DEFINE_list("drafter_options", [],
                       "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.")
     flags.DEFINE_enum("verify", "rejection", MODES, "How drafts are accepted; see the README. Both are lossless.")
     flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.")
-    flags.DEFINE_enum("dtype", None, list(table.DTYPES),
+    flags.DEFINE_enum("dtype", None, list(DTYPES),
                       "dtype to run in; by default float32 on CPU, else that of the checkpoint.")
     flags.DEFINE_enum("implementation", None, dispatch.IMPLEMENTATIONS,
                       "Of attention and verification; by default our kernels where they can run: see specjax env.")
@@ -62,7 +63,8 @@ def define_decoding_flags(default: str | list[str]) -> None:
     flags.DEFINE_string("coordinator", None, "Elsewhere: host:port of process 0, the same in all processes,")
     flags.DEFINE_integer("num_processes", None, "how many processes there are, one per host,")
     flags.DEFINE_integer("process_id", None, "and which of them this is, from 0.")
-    flags.DEFINE_integer("process_timeout", 100, "Seconds after which a process that is not heard of ends the run.")
+    flags.DEFINE_integer("process_timeout", 100, "Seconds after which a process that is not heard of ends the run.",
+                         lower_bound=1)
 
 
 def define_mesh_flags() -> None:
@@ -118,8 +120,6 @@ def join_processes() -> None:
         raise SpecJAXError(f"--process_id={FLAGS.process_id} must be in [0, {FLAGS.num_processes})")
     if FLAGS.coordinator and not FLAGS.coordinator.rpartition(":")[2].isdigit():
         raise SpecJAXError(f"--coordinator={FLAGS.coordinator} must be of the form host:port")
-    if FLAGS.process_timeout < 1:
-        raise SpecJAXError(f"--process_timeout must be at least 1, got {FLAGS.process_timeout}")
     try:
         jax.distributed.initialize(*given.values(), initialization_timeout=FLAGS.process_timeout,
                                    heartbeat_timeout_seconds=FLAGS.process_timeout,
@@ -159,7 +159,12 @@ def provenance(module: str) -> dict:
     return {"command": [flag.serialize() for flag in flags_ if flag.present],
             "flags": {flag.name: flag.value for flag in flags_}, "versions": found,
             "python": platform.python_version(), "device": str(jax.devices()[0].device_kind),
-            "num_devices": jax.device_count(), "num_cores": len(os.sched_getaffinity(0))}  # fmt: skip
+            "num_devices": jax.device_count(), "num_cores": num_cores()}  # fmt: skip
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def write_figures(module: str, figures: dict) -> None:
@@ -179,7 +184,6 @@ def begin_benchmark(*outputs: str) -> None:
         raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
     if FLAGS.draft and not any(kind for name in names for kind in base.needs(name)):
         raise SpecJAXError(f"--draft={FLAGS.draft}: {' and '.join(names)} uses no draft model and no head")
-    check_at_least_1("repeats", "max_new_tokens", "num_speculative_tokens")
     join_processes()
     for name in outputs if is_first_process() else ():
         if getattr(FLAGS, name):
@@ -198,13 +202,6 @@ def several_drafters(draft: Model | Head | None) -> dict[str, dict]:
 def decoding_arguments() -> dict:
     """The flags that hold for plain decoding too, as keyword arguments of `generation.generate`."""
     return {name: getattr(FLAGS, name) for name in ("verify", "page_size", "implementation")}
-
-
-def check_at_least_1(*names: str) -> None:
-    """Raises SpecJAXError for a flag, if it is given, below 1."""
-    for name in names:
-        if getattr(FLAGS, name) is not None and getattr(FLAGS, name) < 1:
-            raise SpecJAXError(f"--{name} must be at least 1, got {getattr(FLAGS, name)}")
 
 
 def numbers(name: str, kind: type = float) -> list:
@@ -283,20 +280,27 @@ def legend() -> Text:
     return Text.assemble(("accepted drafts", DRAFT_STYLE), "  ", ("the target's own tokens", OWN_STYLE))
 
 
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1,
+          no_wrap: bool = False, caption: str | None = None) -> Table:
+    """A table: its first columns hold texts, the others numbers, which `no_wrap` keeps on one line."""
+    result = Table(title=title, caption=caption, title_justify="left", show_edge=False)
+    for i, column in enumerate(columns):
+        result.add_column(column, justify="left" if i < num_texts else "right",
+                          no_wrap=no_wrap and i >= num_texts)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
 def speed_table(title: str, runs: dict[str, list[Generation]], k: int) -> Table:
     """Speed and acceptance of one or more runs over the same prompts, a column each; a run is a list of batches.
 
     A column "plain" is the yardstick of the others.
     """
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("")
     columns = {name: _figures(batches, 0 if name == "plain" else k, runs.get("plain"))
                for name, batches in runs.items()}
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in next(reversed(columns.values())):
-        table.add_row(row, *(figures.get(row, "") for figures in columns.values()))
-    return table
+    return table(title, ["", *columns], [[row, *(figures.get(row, "") for figures in columns.values())]
+                                         for row in next(reversed(columns.values()))])
 
 
 def tokens_per_second(batches: list[Generation]) -> float:

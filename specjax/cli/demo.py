@@ -7,7 +7,6 @@ import importlib.resources
 
 from absl import flags
 from rich.console import Console
-from rich.table import Table
 
 from specjax import checkpoint, generation, heads
 from specjax.cli import common, jsonl
@@ -48,19 +47,16 @@ def main(argv: list[str]) -> int:
                 target, name, draft=head if name in names else None, num_speculative_tokens=k,
                 on_tokens=stream.on_tokens if name == (*names, "ngram")[0] else None, **arguments)]
 
-    table = Table(title="Prompt by prompt", title_justify="left", show_edge=False)
-    for column in ("prompt", "drafter"):
-        table.add_column(column)
-    for column in ("tokens", "plain tok/s", "drafts tok/s", "speedup", "tok/round"):
-        table.add_column(column, justify="right")
+    lines = []
     for prompt, of_row in runs.items():
         slow = common.tokens_per_second(of_row["plain"])
         for name, batches in list(of_row.items())[1:]:
             fast, (run,) = common.tokens_per_second(batches), batches
             tokens = len(run.completions[0].tokens)
-            table.add_row(prompt, name, f"{tokens}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}x",
-                          f"{tokens / run.rounds:.2f}")
-    console.print(table, end="\n\n")
+            lines.append((prompt, name, f"{tokens}", f"{slow:.1f}", f"{fast:.1f}", f"{fast / slow:.2f}x",
+                          f"{tokens / run.rounds:.2f}"))
+    columns = ("prompt", "drafter", "tokens", "plain tok/s", "drafts tok/s", "speedup", "tok/round")
+    console.print(common.table("Prompt by prompt", columns, lines, num_texts=2), end="\n\n")
 
     def together(names):
         """The runs of these drafters, over the prompts that all of them have seen."""

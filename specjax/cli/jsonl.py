@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file, completions to one."""
+"""Prompts from a JSONL file, completions to one; figures to a JSON file."""
 
 from __future__ import annotations
 
@@ -96,10 +96,5 @@ def _finite(value):
 
 def write_text(path: str, text: str) -> None:
     """Writes a new file, which appears when it is complete. Raises SpecJAXError where that cannot be done."""
-    partial = pathlib.Path(f"{path}.incomplete-{os.getpid()}")
-    try:
+    with files.new_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.rename(path)
-    except (OSError, UnicodeError) as error:
-        partial.unlink(missing_ok=True)
-        raise SpecJAXError(f"cannot write {path}: {error}") from error

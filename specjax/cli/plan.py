@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from absl import flags
 from rich.console import Console
-from rich.table import Column, Table
 
 from specjax import metrics, plan
 from specjax.checkpoints_convert import table
+from specjax.cli import common
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
@@ -68,11 +68,7 @@ def main(argv: list[str]) -> None:
 
 
 def _print(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    headers = ("", *(Column(name, justify="right") for name in columns))
-    out = Table(*headers, title=title, title_justify="left", show_edge=False)
-    for row in rows:
-        out.add_row(*row)
-    Console(highlight=False).print(out, end="\n\n")
+    Console(highlight=False).print(common.table(title, ("", *columns), rows), end="\n\n")
 
 
 def _ms(seconds: float) -> str:

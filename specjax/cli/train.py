@@ -42,7 +42,7 @@ def define_flags() -> None:
     flags.DEFINE_string("self_generate", None, "JSONL file of prompts, perhaps with a 'domain' each: train on the "
                         "target's own continuations, which are kept in OUTPUT/rows.")
     flags.DEFINE_integer("num_slots", 256, "Tokens of a row: prompt and continuation.")
-    flags.DEFINE_integer("generate_batch_size", 64, "Prompts to continue at a time.")
+    flags.DEFINE_integer("generate_batch_size", 64, "Prompts to continue at a time.", lower_bound=1)
     flags.DEFINE_list("temperatures", ["0", "0", "0.7", "1", "1"], "Of the continuations, each as often as it is "
                       "named.")
     flags.DEFINE_bool("stop_at_eos", False, "End a continuation at an end of sequence. Otherwise the target goes on, "
@@ -54,9 +54,10 @@ def define_flags() -> None:
     flags.DEFINE_list("taps", [], "Target layers that a head reads: three for EAGLE-3 (the default), the last for "
                       "EAGLE-1.")
     flags.DEFINE_integer("num_draft_tokens", None, "How many tokens a head can guess: those that the rows have most "
-                         "often; by default all.")
+                         "often; by default all.", lower_bound=1)
     flags.DEFINE_enum("loss", "kl", list(DISTANCES), "Divergence, or total variation.")
-    flags.DEFINE_integer("num_steps", 3, "For how many tokens in a row a head is fed its own features.")
+    flags.DEFINE_integer("num_steps", 3, "For how many tokens in a row a head is fed its own features.",
+                         lower_bound=1)
     flags.DEFINE_integer("steps", None, "Updates of the parameters.", required=True)
     for name in ("batch_size", "accumulate", "warmup", "eval_every", "save_every", "patience", "seed"):
         flags.DEFINE_integer(name, DEFAULTS[name], "See specjax.train.trainer.TrainConfig.")
@@ -94,8 +95,9 @@ def main(argv: list[str]) -> None:
         files.refuse_existing(output / "drafter")
     files.make_folder(output)
 
+    num_steps = FLAGS.num_steps if FLAGS.drafter == "eagle" else 1
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
-    objective = Objective(target.config, shape, FLAGS.loss, FLAGS.num_steps, dtype=target.params["embed_VD"].dtype,
+    objective = Objective(target.config, shape, FLAGS.loss, num_steps, dtype=target.params["embed_VD"].dtype,
                           mesh=mesh)
     evaluation = evaluate.Evaluation(objective, target.params, held_out) if FLAGS.held_out else None
     if prompts:
@@ -121,7 +123,6 @@ def main(argv: list[str]) -> None:
 
 def _check_flags() -> None:
     """Raises SpecJAXError for flags that do not go together, or that nothing would come of."""
-    common.check_at_least_1("num_steps", "generate_batch_size", "num_draft_tokens")
     if not FLAGS.self_generate and not FLAGS.data:
         raise SpecJAXError("there is nothing to train on: give --data or --self_generate")
     if FLAGS.patience and not FLAGS.held_out:
@@ -258,10 +259,8 @@ def _write(output: pathlib.Path, objective: Objective, target: checkpoint.Model,
 
 def score_table(scores: list[Score]) -> Table:
     """Acceptance by draft position."""
-    table = Table(title="Accepted on held-out rows, by draft position", title_justify="left", show_edge=False)
-    for column in ("temperature", "domain", "text", "places", *map(str, range(1, 1 + len(scores[0].by_position)))):
-        table.add_column(column, justify="left" if column in ("domain", "text") else "right")
-    for score in scores:
-        table.add_row(str(score.temperature), score.domain, score.text, f"{score.places:,}",
-                      *(common.number(rate) for rate in score.by_position))
-    return table
+    return common.table(
+        "Accepted on held-out rows, by draft position",
+        ("domain", "text", "temperature", "places", *map(str, range(1, 1 + len(scores[0].by_position)))),
+        [(score.domain, score.text, str(score.temperature), f"{score.places:,}", *map(common.number, score.by_position))
+         for score in scores], num_texts=2)

@@ -108,8 +108,16 @@ class Draw(NamedTuple):
         return self.sample(logits_BV, position_B)
 
 
+def _stateless(params, prefill):
+    return ()
+
+
+def _unchanged(params, state, context, verified, taps_BTD):
+    return state
+
+
 class Drafter(NamedTuple):
-    """Pure functions that propose tokens.
+    """Pure functions that propose tokens; one that only looks at the text is `Drafter(K, propose)`.
 
     What a drafter proposes may depend on committed tokens and on earlier guesses of the same round, never on drafts
     that were rejected: their noise is used again, and the output would no longer follow the target's law.
@@ -120,18 +128,18 @@ class Drafter(NamedTuple):
 
     Attributes:
       num_tokens: K, how many tokens it proposes at most (static).
+      propose: (params, state, context: Context, draw: Draw) -> (Draft, state).
       taps: target layers whose residual stream it wants (static).
       init: (params, prefill: Prefill) -> state pytree.
-      propose: (params, state, context: Context, draw: Draw) -> (Draft, state).
       update: (params, state, context: Context, verified: Verified, taps_BTD) -> state; the context is the one after
         the round, and `taps_BTD` are the target's at the pending token and the drafts of that round.
     """
 
     num_tokens: int
-    taps: tuple[int, ...]
-    init: Callable[[Any, Prefill], Any]
     propose: Callable[[Any, Any, Context, Draw], tuple[Draft, Any]]
-    update: Callable[[Any, Any, Context, Any, tuple[jax.Array, ...]], Any]
+    taps: tuple[int, ...] = ()
+    init: Callable[[Any, Prefill], Any] = _stateless
+    update: Callable[[Any, Any, Context, Any, tuple[jax.Array, ...]], Any] = _unchanged
 
 
 def names() -> list[str]:
@@ -150,7 +158,7 @@ def needs(name: str) -> list[type | None]:
 
 
 def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any = None,
-         implementation: str | None = None, **options) -> Drafter:
+         implementation: str | None = None, options: dict[str, Any] | None = None) -> Drafter:
     """The drafter called `name`, or several in one.
 
     Args:
@@ -160,11 +168,11 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any
       target: configuration of the target.
       draft: configuration of the draft model or head, for the drafter that needs one; None where there is none.
       implementation: of attention in the drafter's own passes, see `kernels.dispatch.choose`.
-      **options: of the drafters; each gets those that it has.
+      options: of the drafters by name; each gets those that it has.
 
     Raises:
-      SpecJAXError: no such drafter or option, K < 1, a draft that is missing, of the wrong kind or of no use, or a
-        drafter that cannot come after another one.
+      SpecJAXError: no such drafter or option, an option of another type than its default, K < 1, a draft that is
+        missing, of the wrong kind or of no use, or a drafter that cannot come after another one.
     """
     modules = _modules(name)
     if not isinstance(num_speculative_tokens, int):
@@ -182,13 +190,17 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any
         raise SpecJAXError(f"the drafter {name!r} needs a {wanted}, and {given}")
     if draft is not None and not kinds:
         raise SpecJAXError(f"the drafter {name!r} uses no draft model, but one was given")
-    keywords = [list(inspect.signature(module.make).parameters)[3:] for module in modules]
-    known = sorted(set().union(*keywords) - set(FORWARDED))
+    keywords = [dict(list(inspect.signature(module.make).parameters.items())[3:]) for module in modules]
+    known = {option: type(parameter.default) for own in keywords for option, parameter in own.items()
+             if option not in FORWARDED}
+    options = options or {}
     for option, value in options.items():
         if option not in known:
-            raise SpecJAXError(f"drafter {name!r} has no option {option!r}; it has: {', '.join(known) or 'none'}")
-        if not isinstance(value, int | float | str):
-            raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be a number or a text, got {value!r}")
+            raise SpecJAXError(f"drafter {name!r} has no option {option!r}; it has: "
+                               f"{', '.join(sorted(known)) or 'none'}")
+        if not isinstance(value, known[option]):
+            raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be of type {known[option].__name__}, "
+                               f"got {value!r}")
     made = []
     for i, (module, own) in enumerate(zip(modules, keywords, strict=True)):
         if i and "skippable" not in own:

@@ -47,7 +47,7 @@ def make(drafters: tuple[Drafter, ...]) -> Drafter:
         return tuple(drafter.update(p, s, context, verified, own(drafter, taps_BTD))
                      for drafter, p, s in zip(drafters, params, state, strict=True))
 
-    return Drafter(drafters[0].num_tokens, taps, init, propose, update)
+    return Drafter(drafters[0].num_tokens, propose, taps, init, update)
 
 
 def _counted(drafter: Drafter, params, state, context, draw: Draw):

@@ -52,4 +52,4 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig, *
         del params, verified, taps_BTD
         return kv_cache.release(cache, ~context.active_B)
 
-    return Drafter(K, (), init, propose, update)
+    return Drafter(K, propose, (), init, update)

@@ -228,4 +228,4 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: HeadConfig, *,
         return state.replace(features_BSD=state.features_BSD.at[row_B1, place_BT].set(feature_BTD, mode="drop"),
                              known_B=context.length_B - 1, cache=kv_cache.release(state.cache, ~context.active_B))
 
-    return Drafter(K, draft.taps, init, propose, update)
+    return Drafter(K, propose, draft.taps, init, update)

@@ -52,4 +52,4 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: None = None, *
         drafts_BK = jnp.take_along_axis(tokens_BS, jnp.minimum(source_BK, S - 1), axis=1)
         return Draft(drafts_BK, count_B=jnp.where(found_B, num_speculative_tokens, 0)), state
 
-    return Drafter(num_speculative_tokens, (), lambda params, prefill: (), propose, lambda params, state, *_: state)
+    return Drafter(num_speculative_tokens, propose)

@@ -60,13 +60,8 @@ def write_shard(path: pathlib.Path, rows: Rows) -> None:
     """Writes rows as a safetensors file, which appears when it is complete."""
     arrays = {name: getattr(rows, name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")}
     arrays |= {f"taps_{layer}_RSD": np.ascontiguousarray(tap) for layer, tap in rows.taps.items()}
-    partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
-    try:
+    with files.new_file(path) as partial, files.writing():
         safetensors.numpy.save_file(arrays, partial, metadata={"domains": json.dumps(list(rows.domains))})
-        partial.rename(path)
-    except Exception as error:  # safetensors has its own
-        partial.unlink(missing_ok=True)
-        raise SpecJAXError(f"cannot write {path}: {error}") from error
 
 
 def read_shard(path: pathlib.Path) -> Rows:
@@ -79,7 +74,7 @@ def read_shard(path: pathlib.Path) -> Rows:
         file = safetensors.safe_open(path, framework="numpy")
         names = set(file.keys())
         arrays = [file.get_tensor(name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")]
-        taps = {int(name.split("_")[1]): _Slice(file.get_slice(name)) for name in sorted(names) if "taps" in name}
+        taps = {int(name.split("_")[1]): file.get_slice(name) for name in sorted(names) if "taps" in name}
         return Rows(*arrays, json.loads(file.metadata()["domains"]), taps)
 
 
@@ -96,16 +91,6 @@ def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
     if files.read_json(folder / ABOUT).get("target") != json.loads(json.dumps(target.to_dict())):
         raise SpecJAXError(f"{folder} has rows of another target")
     return list(map(read_shard, paths))
-
-
-class _Slice:
-    """Rows of an array in a file."""
-
-    def __init__(self, rows):
-        self._rows = rows
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return self._rows[row : row + 1][0]
 
 
 def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slots: int) -> Rows:
@@ -204,11 +189,3 @@ class Dataset:
         kept = all(set(taps) <= set(self.shards[s].taps) for s, _ in places)
         found = tuple(np.stack([self.shards[s].taps[tap][r] for s, r in places]) for tap in taps) if kept else ()
         return Batch(tokens_BS, weight_BS.astype(np.float32), found)
-
-
-def token_counts(dataset: Dataset, vocab_size: int) -> np.ndarray:
-    """How often each token is said in the rows, prompts left out: what a reduced vocabulary is chosen by."""
-    counts_V = np.zeros(vocab_size, np.int64)
-    for rows in dataset.shards:
-        counts_V += np.bincount(rows.tokens_RS[rows.said_RS], minlength=vocab_size)
-    return counts_V

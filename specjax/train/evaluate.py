@@ -141,8 +141,9 @@ def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, ba
 
         def row(x, head_UD=head_UD):
             h_ND, teacher_ND, likeliest_N, logsumexp_N = x
-            q_NU = (h_ND @ head_UD.T).astype(jnp.float32)
-            p_NU = jnp.exp((teacher_ND @ rows_UD.T).astype(jnp.float32) - logsumexp_N[:, None])
+            q_NU, p_NU = (llama.linear(x_ND[None], w_UD, dtype=jnp.float32)[0]
+                          for x_ND, w_UD in ((h_ND, head_UD), (teacher_ND, rows_UD)))
+            p_NU = jnp.exp(p_NU - logsumexp_N[:, None])
             guess_N = q_NU.argmax(-1)
             guess_N = guess_N if draft_ids_U is None else draft_ids_U[guess_N]
             return guess_N == likeliest_N, jnp.minimum(p_NU, jax.nn.softmax(q_NU)).sum(-1)

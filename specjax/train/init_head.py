@@ -12,7 +12,7 @@ from specjax import sharding
 from specjax.checkpoint import Model
 from specjax.config import LlamaConfig
 from specjax.drafters.eagle import HeadConfig
-from specjax.train.data import Dataset, token_counts
+from specjax.train.data import Dataset
 from specjax.train.objective import Objective
 
 
@@ -62,7 +62,8 @@ def likely_tokens(rows: Dataset, cfg: HeadConfig) -> jax.Array | None:
     prompts. None for all."""
     if cfg.num_draft_tokens is None:
         return None
-    counts_V = token_counts(rows, cfg.layer.vocab_size)
+    said = rows.fields("tokens_RS")[rows.fields("said_RS")]
+    counts_V = np.bincount(said, minlength=cfg.layer.vocab_size)
     return jnp.asarray(np.sort(np.argsort(-counts_V, kind="stable")[: cfg.num_draft_tokens]), jnp.int32)
 
 

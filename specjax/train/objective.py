@@ -79,6 +79,8 @@ class Objective:
             raise SpecJAXError(f"loss must be one of {', '.join(DISTANCES)}, got {self.distance!r}")
         if self.num_steps < 1:
             raise SpecJAXError(f"num_steps must be at least 1, got {self.num_steps}")
+        if self.num_steps > 1 and not self.is_head:
+            raise SpecJAXError(f"num_steps must be 1 for a draft model, got {self.num_steps}")
 
     @property
     def is_head(self) -> bool:

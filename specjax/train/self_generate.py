@@ -51,7 +51,7 @@ def recorder(taps: tuple[int, ...]) -> Drafter:
         return context.length_B, tuple(old.at[row_B, place_B].set(narrow(new[:, 0]), mode="drop")
                                        for old, new in zip(taps_BSD, taps_BTD, strict=True))
 
-    return Drafter(1, taps, init, propose, update)
+    return Drafter(1, propose, taps, init, update)
 
 
 def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequence[str], output: pathlib.Path, *,

@@ -24,6 +24,7 @@ from specjax.train.evaluate import Evaluation
 from specjax.train.objective import Objective
 
 RUN = "run.json"  # says of a folder which run it is of
+STACKED = jax.sharding.PartitionSpec(None, sharding.DATA)  # of arrays with the parts of a batch on their first axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +219,7 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
             batch = rows.batch(indices(cfg, len(rows), step), objective.taps, cfg.prompt_weight)
             parts = [jax.tree.map(lambda x, i=i: x[i :: cfg.accumulate], batch) for i in range(cfg.accumulate)]
             stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
-            stacked = _place(stacked, objective)
+            stacked = sharding.put(stacked, objective.mesh, STACKED)
             params, opt_state, (loss, distance, accepted) = update(
                 objective, cfg, num_steps, params, opt_state, target_params, draft_ids_U, stacked)
             if not np.isfinite(loss):
@@ -240,11 +241,3 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
         best = {"params": params, "step": step, "scores": []}
     return Result(best["params"], best["scores"], best["step"], history,
                   out_of_time and step < cfg.steps and not stopped_early())
-
-
-def _place(stacked, objective: Objective):
-    """Batches on the devices: rows are split over the parts of the mesh."""
-    if objective.mesh is None:
-        return jax.device_put(stacked)
-    rows = jax.sharding.NamedSharding(objective.mesh, jax.sharding.PartitionSpec(None, sharding.DATA))
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, lambda index, x=x: x[index]), stacked)
