@@ -41,11 +41,12 @@ def main(argv: list[str]) -> None:
     if len(prompts) < len(rows):
         raise SpecJAXError(f"{FLAGS.prompts_file}: two prompts have the same name")
     target, draft = common.load_models()
-    figures = peers.compare(target, prompts, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
-                            drafter=common.drafter_arguments(draft), names=FLAGS.peers, gguf=FLAGS.gguf,
+    k = common.num_speculative_tokens()
+    figures = peers.compare(target, prompts, common.several_drafters(draft)[FLAGS.drafter],
+                            max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats, num_speculative_tokens=k,
+                            common=common.decoding_arguments(), names=FLAGS.peers, gguf=FLAGS.gguf,
                             threads=FLAGS.threads)
     console = Console(highlight=False)
-    k = common.num_speculative_tokens()
     console.print(common.table(
         f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}",
         ("prompt", "tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers),

@@ -68,8 +68,7 @@ def main(argv: list[str]) -> int:
         for prompt, completion in zip(prompts, result.completions, strict=True):
             print(f"{jsonl.headline(prompt)}\n{completion.tokens if completion.text is None else completion.text}\n")
     if FLAGS.compare:
-        plain = generation.generate(target, "none", prompts, verify=FLAGS.verify, page_size=FLAGS.page_size,
-                                    implementation=FLAGS.implementation, **options)
+        plain = generation.generate(target, "none", prompts, **common.decoding_arguments(), **options)
         runs = {"plain": [plain], **runs}
     k = common.num_speculative_tokens()
     console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, k))
