@@ -32,7 +32,8 @@ def open_file(path: pathlib.Path) -> table.Opened:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     with parsing(path):
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        metadata = {name: field.contents() for name, field in reader.fields.items()
+                    if name == "general.architecture" or name.startswith(("llama.", "tokenizer."))}
         cfg = read_config(metadata, tensors)
         eos_ids = {int(id_) for key in keys if (id_ := metadata.get(f"tokenizer.ggml.{key}")) is not None}
     source = GGUFSource(path, tensors, cfg, reader.data.base)

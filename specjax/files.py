@@ -1,4 +1,4 @@
-"""Small files, and output folders that appear whole or not at all."""
+"""Small files, and output files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def new_file(output: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Gives a temporary sibling of `output` to write to, and renames it to `output` at the very end. An exception
-    removes it. Raises SpecJAXError in place of an OSError or a UnicodeError."""
+    """Gives a temporary sibling of `output` to write to, and puts it in the place of `output` at the very end. An
+    exception removes it. Raises SpecJAXError in place of an OSError or a UnicodeError."""
     partial = pathlib.Path(f"{output}.incomplete-{os.getpid()}")
     try:
         yield partial

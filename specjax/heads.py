@@ -110,7 +110,8 @@ def read(path: str | os.PathLike) -> tuple[HeadConfig, Any, jax.Array | None]:
         if x.shape != wanted[name].shape:
             raise SpecJAXError(f"{folder}: tensor {name!r} has the shape {x.shape}, and must have {wanted[name].shape}")
         if jnp.issubdtype(x.dtype, jnp.floating) != jnp.issubdtype(wanted[name].dtype, jnp.floating):
-            raise SpecJAXError(f"{folder}: tensor {name!r} is of {x.dtype}, not of a kind with {wanted[name].dtype}")
+            raise SpecJAXError(f"{folder}: tensor {name!r} has the dtype {x.dtype}, and must have one like "
+                               f"{wanted[name].dtype}")
     draft_ids_U = arrays.pop("draft_ids_U", None)
     if draft_ids_U is not None and not ((draft_ids_U >= 0) & (draft_ids_U < cfg.layer.vocab_size)).all():
         raise SpecJAXError(f"{folder}: 'draft_ids_U' has ids that are no tokens")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from conftest import similar, tiny, tiny_head
 from drive_cli import check_refused, write_model, write_prompts
 
 from specjax import generation
-from specjax.bench import costs, domains, saturation, synthetic
+from specjax.bench import costs, domains, paging, saturation, synthetic
 from specjax.checkpoint import Model
 from specjax.config import LlamaConfig
 from specjax.drafters import base
 from specjax.errors import SpecJAXError
 from specjax.metrics import Acceptance
+from specjax.sharding import make_mesh, shardings
 
 TARGET = tiny(6)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
@@ -91,6 +93,13 @@ def test_decode(command, folder, prompts, tmp_path):
     assert {"versions", "device", "command", "num_speculative_tokens"} <= result.keys()
     assert result["flags"]["seed"] == 0 and "numpy" in result["versions"]
     assert result["paging"]["length"] == 20
+
+
+def test_what_paging_costs_is_timed_on_a_mesh():
+    mesh = make_mesh(2, 2, 2)
+    model = dataclasses.replace(MODEL, params=jax.device_put(TARGET.params, shardings(TARGET.params, mesh, "target")),
+                                mesh=mesh)
+    assert all(0 < seconds < 5 for seconds in paging.cost(model, length=20, page_size=8, repeats=2))
 
 
 def test_a_changed_greedy_text_stops_the_benchmark(monkeypatch):

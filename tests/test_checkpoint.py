@@ -261,6 +261,22 @@ def test_surplus_parameter_of_a_layer(tmp_path):
         checkpoint.load(tmp_path / "ours")
 
 
+def test_a_new_file_appears_whole_or_not_at_all(tmp_path):
+    output = tmp_path / "out"
+    for error, raised, message in ((KeyError("what"), KeyError, "what"),
+                                   (OSError("disk full"), SpecJAXError, f"cannot write {output}: disk full")):
+        with pytest.raises(raised, match=message), files.new_file(output) as path:
+            path.write_text("half")
+            raise error
+        assert not list(tmp_path.iterdir())
+    with files.new_file(output) as path:
+        path.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    nowhere = tmp_path / "nowhere" / "out"
+    with pytest.raises(SpecJAXError, match=f"cannot write {nowhere}"), files.new_file(nowhere) as path:
+        path.write_text("whole")
+
+
 def test_new_folder_refuses_an_output_made_meanwhile(tmp_path):
     with pytest.raises(SpecJAXError, match="out exists"), files.new_folder(tmp_path / "out"):
         (tmp_path / "out").mkdir()

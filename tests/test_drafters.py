@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,14 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
 def test_drafters_that_cannot_be_are_refused(arguments, options, message):
     with pytest.raises(SpecJAXError, match=message):
         base.make(*arguments, options=options)
+
+
+def test_options_are_of_the_type_of_their_defaults(monkeypatch):
+    module = types.SimpleNamespace(DRAFT=None, make=lambda k, target, draft, *, scale=1.0, word="a": (k, scale, word))
+    monkeypatch.setattr(base, "_modules", lambda name: [module])
+    assert base.make("own", 2, TARGET.config, options={"scale": 2, "word": "b"}) == (2, 2, "b")
+    with pytest.raises(SpecJAXError, match="'scale' of the drafter 'own' must be of type float, got 'b'"):
+        base.make("own", 2, TARGET.config, options={"scale": "b"})
 
 
 def looked_up(text, K, min_n, max_n):

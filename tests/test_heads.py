@@ -84,6 +84,11 @@ def test_ids_that_are_no_tokens_and_missing_tensors_are_refused(folder):
     safetensors.numpy.save_file({**arrays, "draft_ids_U": np.full(9, 32, np.int32)}, folder / "head.safetensors")
     with pytest.raises(SpecJAXError, match="ids that are no tokens"):
         heads.load(folder, MODEL)
+    for name, dtype in (("draft_ids_U", np.float32), ("join_DI", np.int32)):
+        x = arrays[name].astype(dtype)
+        safetensors.numpy.save_file({**arrays, name: x}, folder / "head.safetensors")
+        with pytest.raises(SpecJAXError, match=f"tensor '{name}' has the dtype {x.dtype}"):
+            heads.load(folder, MODEL)
     arrays.pop("join_DI")
     safetensors.numpy.save_file(arrays, folder / "head.safetensors")
     with pytest.raises(SpecJAXError, match="tensor 'join_DI' is missing"):

@@ -34,7 +34,7 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
                                    for shape, value in ((rows, length), (rows, slots), ((rows, 1), -1)))
         arrays = sharding.put((tokens_BS, length_B, end_B, eos_BE, SamplingParams(np.zeros(rows, np.uint32))),
                               target.mesh)
-        # As functions of its own, so that nothing compiled for the one is taken for the other.
+        # Both are functions of its own, so that nothing compiled for the one cache is taken for the other.
         state = jax.jit(lambda params, arrays: decode.init(params, None, cfg, *arrays))(target.params, arrays)
         step = jax.jit(lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1)
         carry = [step(target.params, state)]

@@ -224,12 +224,12 @@ def num_speculative_tokens() -> int:
     return FLAGS.num_speculative_tokens or generation.default_num_speculative_tokens()
 
 
-def _options(items: list[str]) -> dict[str, int]:
+def _options(items: list[str]) -> dict[str, float]:
     options = {}
     for item in items:
         name, _, value = item.partition("=")
         try:
-            options[name] = int(value)
+            options[name] = float(value) if set(value) & set(".e") else int(value)
         except ValueError:
             raise SpecJAXError(f"--drafter_options: {item!r} is not of the form name=number") from None
     return options

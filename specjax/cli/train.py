@@ -95,9 +95,8 @@ def main(argv: list[str]) -> None:
         files.refuse_existing(output / "drafter")
     files.make_folder(output)
 
-    num_steps = FLAGS.num_steps if FLAGS.drafter == "eagle" else 1
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
-    objective = Objective(target.config, shape, FLAGS.loss, num_steps, dtype=target.params["embed_VD"].dtype,
+    objective = Objective(target.config, shape, FLAGS.loss, _num_steps(), dtype=target.params["embed_VD"].dtype,
                           mesh=mesh)
     evaluation = evaluate.Evaluation(objective, target.params, held_out) if FLAGS.held_out else None
     if prompts:
@@ -132,12 +131,17 @@ def _check_flags() -> None:
     if FLAGS["eval_every"].present and not FLAGS.held_out:
         raise SpecJAXError("--eval_every: nothing is evaluated without --held_out")
     common.numbers("temperatures")
-    if (least := data.SKIPPED + 3 + FLAGS.num_steps) > FLAGS.num_slots:
+    if (least := data.SKIPPED + 3 + _num_steps()) > FLAGS.num_slots:
         raise SpecJAXError(f"--num_slots must be at least {least}, got {FLAGS.num_slots}: nothing would be guessed")
     if FLAGS.drafter == "draft_model":
         given = [name for name in ("taps", "num_draft_tokens", "num_steps", "unroll_from") if FLAGS[name].present]
         if given:
             raise SpecJAXError(f"--{given[0]} is for heads")
+
+
+def _num_steps() -> int:
+    """A draft model is fed nothing of its own."""
+    return FLAGS.num_steps if FLAGS.drafter == "eagle" else 1
 
 
 def _shape(target):

@@ -6,10 +6,10 @@ in this folder has a function
     make(num_speculative_tokens, target, draft, **options) -> Drafter
 
 and the class `DRAFT` of `draft`: None for a drafter without parameters, `LlamaConfig` for one that runs a draft model,
-`HeadConfig` for a head. `target` is a `LlamaConfig`, and every option is a keyword with a default. One that runs a
-model also has the keyword `implementation`, for `llama.forward`. A keyword `skippable` says that it can miss rounds,
-which it has to where it comes after another drafter. The module's name is the drafter's name. Nothing needs to be
-registered.
+`HeadConfig` for a head. `target` is a `LlamaConfig`, and every option is a keyword with a default that is a number or a
+text. One that runs a model also has the keyword `implementation`, for `llama.forward`. A keyword `skippable` says that
+it can miss rounds, which it has to where it comes after another drafter. The module's name is the drafter's name.
+Nothing needs to be registered.
 
 `make` must return the same functions for the same arguments (`functools.lru_cache` does it): a Drafter is a static
 argument of `jax.jit`, and new functions mean a new compilation.
@@ -117,7 +117,7 @@ def _unchanged(params, state, context, verified, taps_BTD):
 
 
 class Drafter(NamedTuple):
-    """Pure functions that propose tokens; one that only looks at the text is `Drafter(K, propose)`.
+    """Pure functions that propose tokens; one that keeps no state and wants no taps is `Drafter(K, propose)`.
 
     What a drafter proposes may depend on committed tokens and on earlier guesses of the same round, never on drafts
     that were rejected: their noise is used again, and the output would no longer follow the target's law.
@@ -130,9 +130,10 @@ class Drafter(NamedTuple):
       num_tokens: K, how many tokens it proposes at most (static).
       propose: (params, state, context: Context, draw: Draw) -> (Draft, state).
       taps: target layers whose residual stream it wants (static).
-      init: (params, prefill: Prefill) -> state pytree.
-      update: (params, state, context: Context, verified: Verified, taps_BTD) -> state; the context is the one after
-        the round, and `taps_BTD` are the target's at the pending token and the drafts of that round.
+      init: (params, prefill: Prefill) -> state pytree; by default there is no state.
+      update: (params, state, context: Context, verified: Verified, taps_BTD) -> state, by default the same; the
+        context is the one after the round, and `taps_BTD` are the target's at the pending token and the drafts of that
+        round.
     """
 
     num_tokens: int
@@ -193,12 +194,13 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any
     keywords = [dict(list(inspect.signature(module.make).parameters.items())[3:]) for module in modules]
     known = {option: type(parameter.default) for own in keywords for option, parameter in own.items()
              if option not in FORWARDED}
+    numbers = {float: int | float}  # what else is taken for a default of that type
     options = options or {}
     for option, value in options.items():
         if option not in known:
             raise SpecJAXError(f"drafter {name!r} has no option {option!r}; it has: "
                                f"{', '.join(sorted(known)) or 'none'}")
-        if not isinstance(value, known[option]):
+        if not isinstance(value, numbers.get(known[option], known[option])):
             raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be of type {known[option].__name__}, "
                                f"got {value!r}")
     made = []

@@ -141,6 +141,7 @@ def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, ba
 
         def row(x, head_UD=head_UD):
             h_ND, teacher_ND, likeliest_N, logsumexp_N = x
+            # In float32, as `_ask` and decoding work logits out.
             q_NU, p_NU = (llama.linear(x_ND[None], w_UD, dtype=jnp.float32)[0]
                           for x_ND, w_UD in ((h_ND, head_UD), (teacher_ND, rows_UD)))
             p_NU = jnp.exp(p_NU - logsumexp_N[:, None])

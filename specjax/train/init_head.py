@@ -62,8 +62,7 @@ def likely_tokens(rows: Dataset, cfg: HeadConfig) -> jax.Array | None:
     prompts. None for all."""
     if cfg.num_draft_tokens is None:
         return None
-    said = rows.fields("tokens_RS")[rows.fields("said_RS")]
-    counts_V = np.bincount(said, minlength=cfg.layer.vocab_size)
+    counts_V = sum(np.bincount(shard.tokens_RS[shard.said_RS], minlength=cfg.layer.vocab_size) for shard in rows.shards)
     return jnp.asarray(np.sort(np.argsort(-counts_V, kind="stable")[: cfg.num_draft_tokens]), jnp.int32)
 
 

@@ -60,7 +60,7 @@ class Objective:
       target: the model to guess.
       drafter: configuration of the head, or of the draft model.
       distance: one of `DISTANCES`.
-      num_steps: for how many tokens in a row a head is fed its own features; 1 for a draft model.
+      num_steps: for how many tokens in a row a head is fed its own features; must be 1 for a draft model.
       decay: weight of each such step in terms of the one before.
       dtype: of the computation; parameters that are trained are float32.
       mesh: the devices, None for one.

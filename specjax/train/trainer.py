@@ -24,7 +24,8 @@ from specjax.train.evaluate import Evaluation
 from specjax.train.objective import Objective
 
 RUN = "run.json"  # says of a folder which run it is of
-STACKED = jax.sharding.PartitionSpec(None, sharding.DATA)  # of arrays with the parts of a batch on their first axis
+# Of batches that are stacked: with one axis more than their names have letters they are unnamed to `sharding.specs`.
+STACKED = jax.sharding.PartitionSpec(None, sharding.DATA)
 
 
 @dataclasses.dataclass(frozen=True)
