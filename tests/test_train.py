@@ -238,6 +238,15 @@ def test_a_draft_that_is_the_target_is_always_right():
     assert evaluate.summary(scores)[0] == pytest.approx(1)
 
 
+def test_drafters_are_compared_by_the_drafts_in_a_row_that_would_be_accepted():
+    def scores(*by_position):
+        return [evaluate.Score(temperature, domain, "all", tuple(x + shift for x in by_position), 9)
+                for temperature, shift in ((0, 0.1), (1, -0.1)) for domain in ("a", "all")]
+
+    assert evaluate.chain_length(scores(0.5, 0.4, 0.2)) == pytest.approx(0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.2)
+    assert evaluate.chain_length(scores(0.6, 0.2, 0.2)) < evaluate.chain_length(scores(0.5, 0.5, 0.5))
+
+
 def test_scores_are_counted_by_hand():
     """Rows of temperature 0 and 1, domains, and what lies behind the prompt."""
     draft = similar(6, num_layers=2)

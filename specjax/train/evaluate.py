@@ -107,10 +107,15 @@ class Evaluation:
 
 
 def summary(scores: list[Score]) -> tuple[float, ...]:
-    """By draft position, the mean over temperatures 0 and 1 of what is accepted in all text: one number to compare
-    drafters by is its first."""
+    """By draft position, the mean over temperatures 0 and 1 of what is accepted in all text."""
     means = [score.by_position for score in scores if score.domain == "all" and score.text == "all"]
     return tuple(float(x) for x in np.mean(means, axis=0))
+
+
+def chain_length(scores: list[Score]) -> float:
+    """How many drafts in a row would be accepted, by `summary`: the number to compare drafters by, since a head that is
+    better at the first draft alone may be worse at all that follow."""
+    return float(np.cumprod(np.nan_to_num(summary(scores))).sum())
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -137,7 +137,8 @@ class Result:
     """What training has come to.
 
     Attributes:
-      params: the best parameters that an evaluation has seen; the last ones where there was none.
+      params: the best parameters that an evaluation has seen, by `evaluate.chain_length`; the last ones where there was
+        none.
       scores: of them.
       step: when that was.
       history: a record per logged step or evaluation.
@@ -231,7 +232,7 @@ def train(objective: Objective, cfg: TrainConfig, folder: pathlib.Path, params, 
             last = step == cfg.steps
             if evaluation and (last or (cfg.eval_every and step % cfg.eval_every == 0)):
                 scores = evaluation(params, draft_ids_U)
-                if not best["scores"] or evaluate.summary(scores)[0] > evaluate.summary(best["scores"])[0]:
+                if not best["scores"] or evaluate.chain_length(scores) > evaluate.chain_length(best["scores"]):
                     best = {"params": jax.tree.map(jnp.copy, params), "step": step, "scores": scores}
                 record(held_out=[dataclasses.asdict(score) for score in scores])
             out_of_time = max_seconds is not None and time.perf_counter() - started > max_seconds
