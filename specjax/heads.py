@@ -85,9 +85,7 @@ def load(path: str | os.PathLike | None, target: Model) -> Head:
     _, params, draft_ids_U = read(path)
     dtype = target.params["embed_VD"].dtype
     params = eagle.for_decoding(jax.tree.map(lambda x: x.astype(dtype), params), draft_ids_U, target.params)
-    if target.mesh is not None:
-        params = jax.device_put(params, sharding.shardings(params, target.mesh, "draft"))
-    return Head(cfg, params, str(path), target.mesh)
+    return Head(cfg, sharding.place(params, target.mesh, "draft"), str(path), target.mesh)
 
 
 def read(path: str | os.PathLike) -> tuple[HeadConfig, Any, jax.Array | None]:

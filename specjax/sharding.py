@@ -132,6 +132,11 @@ def shardings(tree: Any, mesh: Mesh, role: str):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, role))
 
 
+def place(params: Any, mesh: Mesh | None, role: str):
+    """Parameters on the devices of a mesh, split as those of that role are; as they are where there is none."""
+    return params if mesh is None else jax.device_put(params, shardings(params, mesh, role))
+
+
 def is_placed(embed_VD: jax.Array, mesh: Mesh | None, role: str) -> bool:
     """Whether a model with this embedding is split as one of that role is."""
     return mesh is None or embed_VD.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(MODEL_AXES[role])), 2)
@@ -143,10 +148,10 @@ def put(tree: Any, mesh: Mesh | None, unnamed: PartitionSpec = PartitionSpec(DAT
     if mesh is None:
         return jax.device_put(tree)
 
-    def place(x, spec):
+    def distribute(x, spec):
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
-    return jax.tree.map(place, tree, specs(tree, "target", unnamed))
+    return jax.tree.map(distribute, tree, specs(tree, "target", unnamed))
 
 
 def get(tree: Any):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from specjax.config import LlamaConfig
 from specjax.drafters import base
 from specjax.errors import SpecJAXError
 from specjax.metrics import Acceptance
-from specjax.sharding import make_mesh, shardings
+from specjax.sharding import make_mesh, place
 
 TARGET = tiny(6)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
@@ -97,8 +96,7 @@ def test_decode(command, folder, prompts, tmp_path):
 
 def test_what_paging_costs_is_timed_on_a_mesh():
     mesh = make_mesh(2, 2, 2)
-    model = dataclasses.replace(MODEL, params=jax.device_put(TARGET.params, shardings(TARGET.params, mesh, "target")),
-                                mesh=mesh)
+    model = dataclasses.replace(MODEL, params=place(TARGET.params, mesh, "target"), mesh=mesh)
     assert all(0 < seconds < 5 for seconds in paging.cost(model, length=20, page_size=8, repeats=2))
 
 

@@ -30,7 +30,7 @@ FILTERS = dict(top_k=[0, 0, 3, 5, 0, 9, 0, 0], top_p=[1, 1, 0.5, 1, 1, 0.8, 1, 0
 
 def placed(model: Model, mesh, role: str) -> Model:
     """The model with its parameters on the mesh."""
-    return Model(model.config, jax.device_put(model.params, sharding.shardings(model.params, mesh, role)))
+    return Model(model.config, sharding.place(model.params, mesh, role))
 
 
 def arguments(name: str, degrees=None, K: int = 1, **options):
@@ -43,7 +43,7 @@ def arguments(name: str, degrees=None, K: int = 1, **options):
         options["mesh"] = mesh = sharding.make_mesh(tensor, draft, data)
         target = placed(TARGET, mesh, "target")
         if draft_params is not None:
-            draft_params = jax.device_put(draft_params, sharding.shardings(draft_params, mesh, "draft"))
+            draft_params = sharding.place(draft_params, mesh, "draft")
     return prepare(target, PROMPTS, drafter=drafter, draft_params=draft_params, **{**ROWS, **options})
 
 

@@ -11,10 +11,9 @@ import optax
 import pytest
 from conftest import full_logits, full_taps, similar, tiny
 
-from specjax import generation, llama
+from specjax import generation, llama, sharding
 from specjax.checkpoint import Model
 from specjax.errors import SpecJAXError
-from specjax.sharding import make_mesh, put, shardings
 from specjax.train import curves, data, evaluate, init_head, trainer
 from specjax.train.data import Dataset, Rows
 from specjax.train.objective import Objective, kl, tv, unrolled
@@ -43,11 +42,6 @@ def rows(seed=0, count=12) -> Dataset:
     temperature_R = np.resize(np.array([0, 1], np.float32), count)
     return Dataset((Rows(tokens_RS, length_R, np.full(count, 4, np.int32), temperature_R,
                          ["a", "a", "b", "b"] * (count // 4), {}),))
-
-
-def split(params, role: str, mesh):
-    """Parameters on the devices of a mesh."""
-    return jax.device_put(params, shardings(params, mesh, role))
 
 
 def run(folder, cfg=CFG, objective=OBJECTIVE, evaluation=None, params=None, **options):
@@ -186,21 +180,21 @@ def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
     objective = OBJECTIVE if is_head else Objective(TARGET.config, TARGET.config, num_steps=1)
     start = functools.partial(jax.tree.map, jnp.copy, initial() if is_head else similar(6, num_layers=2).params)
     one = run(tmp_path / "one", cfg, objective, params=start())  # training takes them over
-    mesh = make_mesh(2, 2, 2)
+    mesh = sharding.make_mesh(2, 2, 2)
     objective = dataclasses.replace(objective, mesh=mesh)
-    params, target_params = split(start(), "draft", mesh), split(TARGET.params, "target", mesh)
+    params, target_params = sharding.place(start(), mesh, "draft"), sharding.place(TARGET.params, mesh, "target")
     several = trainer.train(objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), one.params, several.params)
     np.testing.assert_allclose([r["loss"] for r in one.history], [r["loss"] for r in several.history], rtol=1e-4)
 
 
 def test_every_device_of_a_mesh_works_on_its_own_rows_alone():
-    mesh = make_mesh(2, 2, 2)
+    mesh = sharding.make_mesh(2, 2, 2)
     objective = dataclasses.replace(OBJECTIVE, mesh=mesh)
-    params, target_params = split(initial(), "draft", mesh), split(TARGET.params, "target", mesh)
+    params, target_params = sharding.place(initial(), mesh, "draft"), sharding.place(TARGET.params, mesh, "target")
     batch = jax.tree.map(lambda x: x[None], rows().batch(range(4), objective.taps, 1.0))
     text = trainer.update.lower(objective, CFG, 2, params, jax.jit(trainer.optimizer(CFG).init)(params), target_params,
-                                None, put(batch, mesh, trainer.STACKED)).compile().as_text()
+                                None, sharding.put(batch, mesh, trainer.STACKED)).compile().as_text()
     assert "[2,21,16]" in text and "4,21,16]" not in text
 
 
@@ -326,8 +320,8 @@ def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path
 
 def test_on_a_mesh_the_target_continues_alike(tmp_path):
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3], [9]]  # the second batch is filled up
-    mesh = make_mesh(2, 2, 2)
-    several = dataclasses.replace(MODEL, params=split(TARGET.params, "target", mesh), mesh=mesh)
+    mesh = sharding.make_mesh(2, 2, 2)
+    several = dataclasses.replace(MODEL, params=sharding.place(TARGET.params, mesh, "target"), mesh=mesh)
     found = []
     for name, model in (("one", MODEL), ("mesh", several)):
         paths = self_generate(model, prompts, [""] * 5, tmp_path / name, num_slots=16, batch_size=4,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 
 import jax
@@ -60,11 +59,10 @@ def main(argv: list[str]) -> int:
     print(f"{len(report.checks)} checks, {len(report.failures)} failures, {report.seconds:.0f} s."
           + (f" A copy on this card: {report.copy_bytes_per_second / 1e9:.0f} GB/s, read and written bytes together."
              f" {fixed_cost(report)}" if report.rows else ""))  # fmt: skip
-    result = {**common.provenance(__name__), "interpreted": bool(missing),
-              "fixed_seconds": report.fixed_seconds, **dataclasses.asdict(report)}  # fmt: skip
+    result = {"interpreted": bool(missing), "fixed_seconds": report.fixed_seconds, **dataclasses.asdict(report)}
     for row, figures in zip(report.rows, result["rows"], strict=True):
         figures["share"] = {name: report.share(row, name) for name in row.seconds}
-    jsonl.write_text(FLAGS.output, json.dumps(result, indent=2, allow_nan=False) + "\n")
+    common.write_figures(__name__, result)
     return 1 if report.failures else 0
 
 

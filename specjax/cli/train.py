@@ -203,18 +203,13 @@ def _initial(objective: Objective, target: checkpoint.Model, rows: data.Dataset)
     if not objective.is_head:
         if FLAGS.draft:
             return checkpoint.load(FLAGS.draft, dtype="float32", mesh=target.mesh, role="draft").params, None
-        return _placed(llama.init(rng, objective.drafter), target), None
+        return sharding.place(llama.init(rng, objective.drafter), target.mesh, "draft"), None
     if FLAGS.draft:
         _, params, draft_ids_U = heads.read(FLAGS.draft)
-        return _placed(jax.tree.map(lambda x: x.astype(jnp.float32), params), target), draft_ids_U
+        return sharding.place(jax.tree.map(lambda x: x.astype(jnp.float32), params), target.mesh, "draft"), draft_ids_U
     params = init_head.initial_params(objective.drafter, target.params, rng,
                                       init_head.residual_size(objective, target, rows))
-    return _placed(params, target), init_head.likely_tokens(rows, objective.drafter)
-
-
-def _placed(params, target: checkpoint.Model):
-    """Parameters on the devices of the target's mesh, split like a draft's."""
-    return jax.device_put(params, sharding.shardings(params, target.mesh, "draft")) if target.mesh else params
+    return sharding.place(params, target.mesh, "draft"), init_head.likely_tokens(rows, objective.drafter)
 
 
 class _Reporter:
