@@ -34,6 +34,8 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
         marker = temporary / INCOMPLETE
         marker.write_text("This folder is being written, or what wrote it was killed. It is not a checkpoint.\n")
         yield temporary
+        for path in temporary.glob("*.safetensors"):  # the library lets nobody but their owner read them
+            path.chmod(marker.stat().st_mode)
         marker.unlink()
         refuse_existing(final)  # a rename would silently replace an empty folder made in the meantime
         temporary.rename(final)

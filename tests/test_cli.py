@@ -127,9 +127,11 @@ class TestGenerate:
         assert command("generate", f"--flagfile={flagfile}", "--max_new_tokens=3").code == 0
         assert [len(row["tokens"]) for row in read_lines(tmp_path / "out.jsonl")] == [3]
 
-    @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.flags")), ids=lambda path: path.name)
+    @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.flags")), ids=lambda path: path.name)
     def test_the_flagfiles_of_the_repository_are_understood(self, command, path, tmp_path):
-        check_refused(command("generate", f"--flagfile={path}", f"--target={tmp_path / 'none'}", "--prompt=a"),
+        name = re.match("# specjax ([a-z]+) --flagfile=", path.read_text())[1]  # as the file itself says
+        prompt = ["--prompt=a"] if name == "generate" else []
+        check_refused(command(name, f"--flagfile={path}", f"--target={tmp_path / 'none'}", *prompt),
                       f"{tmp_path / 'none'} does not exist")
 
     def test_chat(self, command, folder, target, tmp_path):

@@ -29,6 +29,7 @@ def folder(tmp_path):
 
 
 def test_what_was_saved_is_loaded(folder):
+    assert (folder / "head.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     head = heads.load(folder, MODEL)
     assert head.config == CONFIG
     expected = init_head.initial_params(CONFIG, TARGET.params, jax.random.key(0))

@@ -12,13 +12,15 @@ import sys
 import pytest
 
 import specjax
-from specjax import checkpoint
+from specjax import checkpoint, heads
 
 PATH = os.environ.get("SPECJAX_TEST_MODEL")
 pytestmark = pytest.mark.skipif(not PATH, reason="SPECJAX_TEST_MODEL names no converted SmolLM2 (make test sets it)")
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GREEDY = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
 NUM_TOKENS, NUM_SAMPLED = 48, 16
+RUNS = {"none, rejection": NUM_TOKENS, "ngram, rejection": NUM_TOKENS, "eagle, rejection": NUM_TOKENS,
+        "ngram,eagle, rejection": NUM_TOKENS, "ngram, coupled": NUM_SAMPLED}
 
 
 def generate() -> dict:
@@ -26,13 +28,13 @@ def generate() -> dict:
     thirty layers takes longer than running them."""
     model = specjax.load(PATH)
     prompts = [row["prompt_ids"] for row in GREEDY] + [GREEDY[0]["prompt_ids"]]
-    results = {}
-    for drafter, verify, budget in (("none", "rejection", NUM_TOKENS), ("ngram", "rejection", NUM_TOKENS),
-                                    ("ngram", "coupled", NUM_SAMPLED)):
+    head, results = specjax.load_head(None, model), {}
+    for run, budget in RUNS.items():
+        drafter, verify = run.split(", ")
         completions = specjax.generate(
-            model, drafter, prompts, verify=verify, max_new_tokens=[budget] * 5 + [NUM_SAMPLED], eos_ids=(),
-            temperature=[0.0] * 5 + [1.0], seed=11).completions
-        results[f"{drafter}, {verify}"] = [{"tokens": c.tokens, "accepted": c.accepted} for c in completions]
+            model, drafter, prompts, draft=head if "eagle" in drafter else None, verify=verify,
+            max_new_tokens=[budget] * 5 + [NUM_SAMPLED], eos_ids=(), temperature=[0.0] * 5 + [1.0], seed=11).completions
+        results[run] = [{"tokens": c.tokens, "accepted": c.accepted} for c in completions]
     return results
 
 
@@ -56,15 +58,22 @@ def test_token_ids_are_those_of_the_models_own_tokenizer(opened):
     assert not different
 
 
-@pytest.mark.parametrize(("run", "length"), [
-    ("none, rejection", NUM_TOKENS), ("ngram, rejection", NUM_TOKENS), ("ngram, coupled", NUM_SAMPLED)])
-def test_greedy_text_is_that_of_transformers(runs, run, length):
+@pytest.mark.parametrize("run", RUNS)
+def test_greedy_text_is_that_of_transformers(runs, run):
+    length = RUNS[run]
     assert len(GREEDY) == 5
     for row, completion in zip(GREEDY, runs[run][:5], strict=True):
         assert len(row["generated_ids"]) == NUM_TOKENS
         assert completion["tokens"] == row["generated_ids"][:length], row["name"]
     most = max(sum(completion["accepted"]) for completion in runs[run][:5])
-    assert most == 0 if run.startswith("none") else most >= length // 2, "prompt lookup found too little"
+    assert most == 0 if run.startswith("none") else most >= length // 2, "too few drafts were right"
+
+
+def test_the_head_that_comes_with_the_package_is_small_and_often_right(opened, runs):
+    folder = heads.shipped(opened.config)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16e6
+    completions = runs["eagle, rejection"][:5]
+    assert sum(len(c["tokens"]) for c in completions) / sum(len(c["accepted"]) for c in completions) > 1.75  # a round
 
 
 def test_the_models_end_of_sequence_token_ends_its_text(opened, runs):

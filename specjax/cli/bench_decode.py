@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-import sys
 import time
 
 from absl import flags
 from rich import progress as progress_lib
-from rich.console import Console
 from rich.table import Table
 
 from specjax import generation
@@ -58,7 +56,7 @@ def main(argv: list[str]) -> None:
     prompts = [(domain, generation.encode(target, prompt, f"a prompt of {domain}"))
                for domain, of_domain in chosen.items() for prompt in of_domain[: FLAGS.prompts_per_domain]]
     k = common.num_speculative_tokens()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = common.console()
     with progress_lib.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         total = len(prompts) * len(temperatures) * FLAGS.repeats * (1 + len(drafters))
         task = bar.add_task("decoding", total=total)

@@ -6,7 +6,6 @@ import dataclasses
 import time
 
 from absl import flags
-from rich.console import Console
 
 from specjax import plan
 from specjax.bench import synthetic
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> None:
         "realised / predicted": f"{speedup / found.predicted:.2f}",
         "host's part of a call": f"{1e3 * found.seconds_per_call:.2f} ms",
     }
-    Console(highlight=False).print(common.table(f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}", ("", ""),
-                                                lines.items()))
+    common.console().print(common.table(f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}", ("", ""),
+                                       lines.items()))
     common.write_figures(__name__, {**dataclasses.asdict(found), "speedup": speedup, "bandwidth_share": share,
                                     "seconds": time.perf_counter() - started})

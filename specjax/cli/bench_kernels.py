@@ -11,7 +11,6 @@ import sys
 
 import jax
 from absl import flags
-from rich.console import Console
 from rich.table import Table
 
 from specjax.cli import common, jsonl
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> int:
     except NotImplementedError as error:
         raise SpecJAXError(f"the kernels cannot run here: {error}") from error
     device = str(jax.devices()[0].device_kind)
-    console, reasons = Console(highlight=False, width=None if sys.stdout.isatty() else 120), []
+    console, reasons = common.console(), []
     console.print(table(report, device, reasons))
     for i, reason in enumerate(reasons):
         print(f"({i + 1}) not measured: {reason}")

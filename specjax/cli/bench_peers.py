@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from absl import flags
-from rich.console import Console
 
 from specjax.bench import peers
 from specjax.cli import common, demo, jsonl
@@ -23,7 +22,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_new_tokens", 96, "Tokens to generate per prompt.", lower_bound=1)
     flags.DEFINE_integer("repeats", 3, "Counted runs of everything; figures are medians.", lower_bound=1)
     flags.DEFINE_list("peers", [], f"Other engines, each of which must be installed: {', '.join(peers.PEERS)}.")
-    flags.DEFINE_string("gguf", None, "For llama.cpp: the same weights as a float32 GGUF file.")
+    flags.DEFINE_string("gguf", None, "For llama.cpp: the same weights as a float32 GGUF file; of specjax export's folder "
+                        "its convert_hf_to_gguf.py --outtype f32 makes one.")
     flags.DEFINE_integer("threads", common.num_cores(), "Of the other engines; ours are as many as cores.",
                          lower_bound=1)
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
@@ -46,8 +46,7 @@ def main(argv: list[str]) -> None:
                             max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats, num_speculative_tokens=k,
                             common=common.decoding_arguments(), names=FLAGS.peers, gguf=FLAGS.gguf,
                             threads=FLAGS.threads)
-    console = Console(highlight=False)
-    console.print(common.table(
+    common.console().print(common.table(
         f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}",
         ("prompt", "tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers),
         [(row.name, f"{row.tokens_per_round:.2f}", f"{row.plain:.1f}", f"{row.plain / row.floor:.2f}",

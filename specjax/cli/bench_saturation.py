@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from absl import flags
-from rich.console import Console
 from rich.table import Table
 
 from specjax import generation
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> None:
     target, draft = common.load_models()
     prompts = [generation.encode(target, row["prompt"], f"prompt {i}") for i, row in enumerate(rows, 1)]
     drafter = common.several_drafters(draft)[FLAGS.drafter]
-    console = Console(highlight=False)
+    console = common.console()
     points = saturation.measure(
         target, prompts, drafter, batch_sizes=batch_sizes, num_speculative_tokens=ks,
         max_new_tokens=FLAGS.max_new_tokens, temperature=FLAGS.temperature, repeats=FLAGS.repeats,

@@ -74,6 +74,11 @@ def define_mesh_flags() -> None:
     flags.DEFINE_integer("data_parallel", 1, "Parts of the batch, each with copies of the models of its own.")
 
 
+def console() -> Console:
+    """Where tables go that are wider than the 80 columns which a file would be thought to have."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
 def load_models() -> tuple[Model, Model | Head | None]:
     """The target and, if there is one, the draft model or head that the flags name, on the mesh that they ask for."""
     names = drafter_names()
