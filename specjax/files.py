@@ -12,6 +12,9 @@ from typing import Any
 
 from specjax.errors import SpecJAXError
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+MODE = 0o666 & ~_UMASK  # of a file as Python makes it; the safetensors library lets nobody but the owner read its own
 INCOMPLETE = "INCOMPLETE"  # a file of this name marks a folder that is still being written, or whose writer was killed
 
 
@@ -34,8 +37,8 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
         marker = temporary / INCOMPLETE
         marker.write_text("This folder is being written, or what wrote it was killed. It is not a checkpoint.\n")
         yield temporary
-        for path in temporary.glob("*.safetensors"):  # the library lets nobody but their owner read them
-            path.chmod(marker.stat().st_mode)
+        for path in temporary.glob("*.safetensors"):
+            path.chmod(MODE)
         marker.unlink()
         refuse_existing(final)  # a rename would silently replace an empty folder made in the meantime
         temporary.rename(final)
@@ -53,6 +56,7 @@ def new_file(output: str | os.PathLike) -> Iterator[pathlib.Path]:
     partial = pathlib.Path(f"{output}.incomplete-{os.getpid()}")
     try:
         yield partial
+        partial.chmod(MODE)
         partial.rename(output)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -89,7 +89,8 @@ def test_decode(command, folder, prompts, tmp_path):
         assert row["speedup"] == pytest.approx(row["speculative"] / row["plain"])
         if row["drafter"] == "draft_model" and row["temperature"] == 0:
             assert row["acceptance"] == 1 and row["by_position"] == [1, 1]  # it is the target
-    assert {"versions", "device", "command", "num_speculative_tokens"} <= result.keys()
+        assert row["num_speculative_tokens"] == 2
+    assert {"versions", "device", "command"} <= result.keys()
     assert result["flags"]["seed"] == 0 and "numpy" in result["versions"]
     assert result["paging"]["length"] == 20
 
@@ -110,8 +111,8 @@ def test_a_changed_greedy_text_stops_the_benchmark(monkeypatch):
 
     monkeypatch.setattr(generation, "generate", wrong)
     with pytest.raises(SpecJAXError, match="a prompt of code: speculation with ngram changed the greedy text"):
-        domains.by_domain(MODEL, [("code", (1, 2, 3))], {"ngram": {"drafter": "ngram"}}, temperatures=[0.0],
-                          max_new_tokens=8, repeats=1, num_speculative_tokens=2,
+        domains.by_domain(MODEL, [("code", (1, 2, 3))], {"ngram": {"drafter": "ngram", "num_speculative_tokens": 2}},
+                          temperatures=[0.0], max_new_tokens=8, repeats=1,
                           common={"verify": "rejection", "page_size": 8, "implementation": None})
 
 

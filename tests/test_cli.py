@@ -61,7 +61,7 @@ class TestGenerate:
         assert table.startswith("ngram, K = 7")
         assert re.search(r"^ tokens +\S? *72 $", table, re.MULTILINE), table
         for row in ("tokens/s", "rounds", "tokens per round", "time per round", "acceptance α",
-                    "accepted at draft position", "E = (1-α^8)/(1-α) predicts"):
+                    "accepted at draft position", "E = (1-α^(K+1))/(1-α) predicts"):
             assert row in table
         assert "speedup" not in table, "there was nothing to compare with"
 
@@ -202,6 +202,8 @@ def test_demo_of_a_target_with_a_head(command, folder, tmp_path, monkeypatch):
     lines = [line.replace("│", " ").split()[:2] for line in outcome.out.splitlines()]
     assert ["first", "ngram"] in lines and ["second", "ngram,eagle"] in lines and ["second", "eagle"] in lines
     assert ["first", "eagle"] not in lines
+    ks = [line.replace("│", " ").split()[5:] for line in outcome.out.splitlines() if "most drafts per round" in line]
+    assert ks == [["7"], ["7", "2", "2"]]
 
 
 def test_env(command):
@@ -484,7 +486,7 @@ def test_speed_table():
     plain = [generation(2.0, *[(0, 0, 1)] * 20)]
     speculative = [generation(0.5, (3, 3, 4), (3, 1, 2), (3, 0, 1), (0, 0, 1)), generation(0.5, *[(3, 3, 4)] * 3)]
     console = terminal()
-    console.print(common.speed_table("title", {"plain": plain, "speculative": speculative}, 3))
+    console.print(common.speed_table("title", {"plain": plain, "speculative": speculative}, {"speculative": 3}))
     lines = console.export_text().splitlines()
     assert lines[0].strip() == "title"
     cells = (re.split(r"  +", line.replace("│", "  ").strip()) for line in lines[2:])
@@ -494,11 +496,11 @@ def test_speed_table():
     assert rows["rounds"] == ["20", "7"]
     assert rows["tokens per round"] == ["1.00", f"{20 / 7:.2f}"]
     assert rows["time per round"] == ["100.0 ms", f"{1000 / 7:.1f} ms"]
-    assert rows["rounds with drafts"] == ["6"]
+    assert rows["K, most drafts per round"] == ["3"] and rows["rounds with drafts"] == ["6"]
     alpha = 13 / 15  # thirteen accepted, two rejected
     assert rows["acceptance α of drafts tested"] == [f"{alpha:.3f}"]
     assert rows["tokens per round with drafts"] == [f"{19 / 6:.2f}"]
-    assert rows["E = (1-α^4)/(1-α) predicts"] == [f"{(1 - alpha**4) / (1 - alpha):.2f}"]
+    assert rows["E = (1-α^(K+1))/(1-α) predicts"] == [f"{(1 - alpha**4) / (1 - alpha):.2f}"]
     assert rows["accepted at draft position 1, 2, ..."] == ["0.83 0.67 0.67"]
     assert rows["a round costs, in plain steps"] == [f"{10 / 7:.2f}"]
     assert rows["speedup"] == ["2.00x"]

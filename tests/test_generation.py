@@ -54,6 +54,14 @@ def tokens(result) -> list[tuple[int, ...]]:
     return [c.tokens for c in result.completions]
 
 
+def test_k_on_a_cpu_depends_on_whether_drafts_cost_anything(target, draft):
+    for drafter, model, k in (("ngram", None, 7), ("draft_model", draft, 2)):
+        run = specjax.generate(target, drafter, [[5] * 20], draft=model, max_new_tokens=16)
+        assert max(run.completions[0].drafted) == k
+    ks = map(generation.default_num_speculative_tokens, ("ngram", "draft_model", "eagle", "ngram,eagle"))
+    assert list(ks) == [7, 2, 2, 2]
+
+
 def test_a_completion_has_prompt_text_and_reason(target, plain):
     text, chat = target.tokenizer.encode("hello world hello"), target.tokenizer.apply_chat_template(CHAT)
     assert [c.prompt_tokens for c in plain] == [tuple(text), (5, 9, 7, 5, 9), tuple(chat)]

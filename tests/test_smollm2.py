@@ -33,6 +33,7 @@ def generate() -> dict:
         drafter, verify = run.split(", ")
         completions = specjax.generate(
             model, drafter, prompts, draft=head if "eagle" in drafter else None, verify=verify,
+            num_speculative_tokens=None if drafter == "none" else 7,
             max_new_tokens=[budget] * 5 + [NUM_SAMPLED], eos_ids=(), temperature=[0.0] * 5 + [1.0], seed=11).completions
         results[run] = [{"tokens": c.tokens, "accepted": c.accepted} for c in completions]
     return results

@@ -23,6 +23,7 @@ class Row:
     Attributes:
       domain: of the prompts.
       drafter: its name.
+      num_speculative_tokens: K.
       temperature: of the prompts.
       prompts: how many.
       tokens: generated per repeat with the drafter.
@@ -36,6 +37,7 @@ class Row:
 
     domain: str
     drafter: str
+    num_speculative_tokens: int
     temperature: float
     prompts: int
     tokens: int
@@ -55,18 +57,18 @@ class Row:
 
 
 def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], drafters: dict[str, dict[str, Any]], *,
-              temperatures: Sequence[float], max_new_tokens: int, repeats: int, num_speculative_tokens: int,
-              common: dict[str, Any], seed: int = 0, on_run: Callable[[], None] | None = None) -> list[Row]:
+              temperatures: Sequence[float], max_new_tokens: int, repeats: int, common: dict[str, Any], seed: int = 0,
+              on_run: Callable[[], None] | None = None) -> list[Row]:
     """Every prompt alone, plainly and with each drafter in turn.
 
     Args:
       target: the model.
       prompts: (domain, token ids).
-      drafters: by name, the arguments "drafter", "draft" and "drafter_options" of `generation.generate`.
+      drafters: by name, the arguments "drafter", "draft", "num_speculative_tokens" and "drafter_options" of
+        `generation.generate`.
       temperatures: to decode at.
       max_new_tokens: per prompt; end-of-sequence tokens end a text, as they do for users.
       repeats: runs of everything.
-      num_speculative_tokens: K.
       common: "verify", "page_size" and "implementation" of `generation.generate`.
       seed: of the first prompt; each has its own.
       on_run: called after every decoding.
@@ -74,12 +76,12 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
     Raises:
       SpecJAXError: speculation that changed a greedy text, in float32.
     """
-    k = num_speculative_tokens
 
     def named(name, arguments):
         options = arguments.get("drafter_options") or {}
-        return generation.named_drafter(name, target, arguments.get("draft") if any(base.needs(name)) else None, k,
-                                        common["implementation"], options if name == arguments["drafter"] else {})
+        return generation.named_drafter(name, target, arguments.get("draft") if any(base.needs(name)) else None,
+                                        arguments["num_speculative_tokens"], common["implementation"],
+                                        options if name == arguments["drafter"] else {})
 
     for arguments in drafters.values():
         named(arguments["drafter"], arguments)  # or an error, before anything is decoded
@@ -92,7 +94,7 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
             for repeat in range(repeats):
                 runs = {"none": generation.generate(target, "none", **options)}
                 for name, arguments in drafters.items():
-                    runs[name] = generation.generate(target, **arguments, num_speculative_tokens=k, **options)
+                    runs[name] = generation.generate(target, **arguments, **options)
                     _check_equal(target, runs, name, temperature, domain)
                 for name, run in runs.items():
                     found.setdefault((temperature, domain, name), [[] for _ in range(repeats)])[repeat].append(run)
@@ -102,6 +104,7 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
     rows = []
     for temperature in temperatures:
         for name, arguments in drafters.items():
+            k = arguments["num_speculative_tokens"]
             parts = [named(part, arguments) for part in arguments["drafter"].split(",")]
             cost = costs.measure(target, k, parts, batch_size=sharding.num_parts(target.mesh), length=length,
                                  temperature=temperature, repeats=9, **common)
@@ -125,6 +128,6 @@ def _row(domain: str, name: str, temperature: float, found, cost: Costs, K: int)
 
     completions = [run.completions[0] for runs in found[temperature, domain, name] for run in runs]
     stats = metrics.acceptance(completions, K)
-    return Row(domain, name, temperature, len(completions) // repeats, stats.num_tokens // repeats, stats.rate,
+    return Row(domain, name, K, temperature, len(completions) // repeats, stats.num_tokens // repeats, stats.rate,
                stats.by_position, stats.tokens_per_round, rate("none"), rate(name), cost.draft, cost.verify,
                costs.predicted_speedup(stats, cost, K))

@@ -45,19 +45,19 @@ class Row:
 
 
 def compare(target: Model, prompts: dict[str, generation.Prompt], drafter: dict[str, Any], *, max_new_tokens: int,
-            repeats: int, num_speculative_tokens: int, common: dict[str, Any], names: Sequence[str], gguf: str | None,
+            repeats: int, common: dict[str, Any], names: Sequence[str], num_lookup_tokens: int, gguf: str | None,
             threads: int) -> list[Row]:
     """Greedy decoding by all engines in turn, after a run of each that is not counted.
 
     Args:
       target: the model.
       prompts: by name.
-      drafter: "drafter", "draft" and "drafter_options" of `generation.generate`.
+      drafter: "drafter", "draft", "num_speculative_tokens" and "drafter_options" of `generation.generate`.
       max_new_tokens: generated tokens per run; end-of-sequence tokens are ignored.
       repeats: counted runs.
-      num_speculative_tokens: K.
       common: "verify", "page_size" and "implementation" of `generation.generate`.
       names: of `PEERS`.
+      num_lookup_tokens: K of their prompt lookup.
       gguf: for llama.cpp, the same weights in float32.
       threads: of the other engines; ours are those that XLA takes.
 
@@ -68,7 +68,7 @@ def compare(target: Model, prompts: dict[str, generation.Prompt], drafter: dict[
     if names and (jax.default_backend() != "cpu" or target.params["embed_VD"].dtype != jnp.float32):
         raise SpecJAXError("other engines are compared in float32 on a CPU")
     read_weights = timing.read_weights(target)
-    engines = {name: PEERS[name][1](target, num_speculative_tokens, threads, gguf) for name in names}
+    engines = {name: PEERS[name][1](target, num_lookup_tokens, threads, gguf) for name in names}
     rows = []
     for name, prompt in prompts.items():
         ids = generation.encode(target, prompt, name)
@@ -77,8 +77,7 @@ def compare(target: Model, prompts: dict[str, generation.Prompt], drafter: dict[
         for _ in range(repeats + 1):
             runs["floor"].append(1 / np.median([timing.seconds(read_weights) for _ in range(9)]))
             plain = generation.generate(target, "none", **arguments)
-            speculative = generation.generate(target, **drafter, num_speculative_tokens=num_speculative_tokens,
-                                              **arguments)
+            speculative = generation.generate(target, **drafter, **arguments)
             tokens = len(plain.completions[0].tokens)
             differ = plain.completions[0].tokens != speculative.completions[0].tokens
             if differ and target.params["embed_VD"].dtype == jnp.float32:  # elsewhere near ties fall either way

@@ -46,7 +46,7 @@ def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str
     Args:
       target: the model.
       prompts: token ids.
-      drafter: "drafter", "draft" and "drafter_options" of `generation.generate`.
+      drafter: "drafter", "draft" and "drafter_options" of `generation.generate`; another K in it does not matter.
       batch_sizes: to measure.
       num_speculative_tokens: the values of K.
       max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that the batch stays full.
@@ -62,8 +62,8 @@ def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str
         rates: dict[int, list[float]] = {k: [] for k in (0, *num_speculative_tokens)}
         for _ in range(repeats):
             for k, seen in rates.items():
-                run = (generation.generate(target, **drafter, num_speculative_tokens=k, **common, **options) if k else
-                       generation.generate(target, "none", **common, **options))
+                arguments = drafter | {"num_speculative_tokens": k} if k else {"drafter": "none"}
+                run = generation.generate(target, **arguments, **common, **options)
                 seen.append(sum(len(completion.tokens) for completion in run.completions) / run.decode_seconds)
         medians = {k: float(np.median(seen)) for k, seen in rates.items()}
         points.append(Point(batch_size, medians.pop(0), medians))

@@ -55,21 +55,19 @@ def main(argv: list[str]) -> None:
     drafters = common.several_drafters(draft)
     prompts = [(domain, generation.encode(target, prompt, f"a prompt of {domain}"))
                for domain, of_domain in chosen.items() for prompt in of_domain[: FLAGS.prompts_per_domain]]
-    k = common.num_speculative_tokens()
     console = common.console()
     with progress_lib.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         total = len(prompts) * len(temperatures) * FLAGS.repeats * (1 + len(drafters))
         task = bar.add_task("decoding", total=total)
         figures = domains.by_domain(
             target, prompts, drafters, temperatures=temperatures, max_new_tokens=FLAGS.max_new_tokens,
-            repeats=FLAGS.repeats, num_speculative_tokens=k, common=common.decoding_arguments(), seed=FLAGS.seed,
+            repeats=FLAGS.repeats, common=common.decoding_arguments(), seed=FLAGS.seed,
             on_run=lambda: bar.advance(task))
-    console.print(table(figures, k))
+    console.print(table(figures))
     print("plain, drafts: tokens/s. Predicted: (1-α^(K+1))/(1-α) tokens over K c + v plain steps; rounds without\n"
           "drafts count as plain steps, a head behind another drafter as if it ran in every round. The last two\n"
           "columns are published for Llama 70B with an 8B draft model on 4 x A100.")
-    result = {"num_speculative_tokens": k,
-              "rows": [dataclasses.asdict(row) | {"speedup": row.speedup} for row in figures]}  # fmt: skip
+    result = {"rows": [dataclasses.asdict(row) | {"speedup": row.speedup} for row in figures]}
     if FLAGS.paging_length:
         paged, dense = paging.cost(target, length=FLAGS.paging_length, page_size=FLAGS.page_size, repeats=50)
         print(f"A step at {FLAGS.paging_length} tokens: {1e3 * paged:.2f} ms with the paged cache, {1e3 * dense:.2f} "
@@ -79,17 +77,18 @@ def main(argv: list[str]) -> None:
     common.write_figures(__name__, result)
 
 
-def table(figures: list[domains.Row], k: int) -> Table:
+def table(figures: list[domains.Row]) -> Table:
     """One line per domain, drafter and temperature."""
 
     def line(row: domains.Row):
         alpha, speedup = PUBLIC.get(row.domain, (None, None))
-        return (row.domain, row.drafter, f"{row.temperature:g}", common.number(row.acceptance, 3),
+        return (row.domain, row.drafter, f"{row.temperature:g}", str(row.num_speculative_tokens),
+                common.number(row.acceptance, 3),
                 " ".join(common.number(x) for x in row.by_position[:3]), f"{row.tokens_per_round:.2f}",
                 f"{row.plain:.1f}", f"{row.speculative:.1f}", f"{row.speedup:.2f}x", f"{row.draft:.3f}",
                 f"{row.verify:.2f}", f"{row.predicted:.2f}x", f"{row.speedup / row.predicted:.2f}",
                 "" if alpha is None else f"{alpha:.3f}", "" if speedup is None else f"{speedup:.2f}x")
 
-    columns = ("domain", "drafter", "T", "α", "at 1 2 3", "tok/round", "plain", "drafts", "speedup", "c", "v",
+    columns = ("domain", "drafter", "T", "K", "α", "at 1 2 3", "tok/round", "plain", "drafts", "speedup", "c", "v",
                "predicted", "real/pred", "public α", "speedup")
-    return common.table(f"Decoding by domain, K = {k}", columns, map(line, figures), num_texts=2, no_wrap=True)
+    return common.table("Decoding by domain", columns, map(line, figures), num_texts=2, no_wrap=True)

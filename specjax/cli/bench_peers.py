@@ -22,8 +22,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_new_tokens", 96, "Tokens to generate per prompt.", lower_bound=1)
     flags.DEFINE_integer("repeats", 3, "Counted runs of everything; figures are medians.", lower_bound=1)
     flags.DEFINE_list("peers", [], f"Other engines, each of which must be installed: {', '.join(peers.PEERS)}.")
-    flags.DEFINE_string("gguf", None, "For llama.cpp: the same weights as a float32 GGUF file; of specjax export's folder "
-                        "its convert_hf_to_gguf.py --outtype f32 makes one.")
+    flags.DEFINE_string("gguf", None, "For llama.cpp: the same weights as a float32 GGUF file; its "
+                        "convert_hf_to_gguf.py --outtype f32 makes one of what specjax export writes.")
     flags.DEFINE_integer("threads", common.num_cores(), "Of the other engines; ours are as many as cores.",
                          lower_bound=1)
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
@@ -41,11 +41,11 @@ def main(argv: list[str]) -> None:
     if len(prompts) < len(rows):
         raise SpecJAXError(f"{FLAGS.prompts_file}: two prompts have the same name")
     target, draft = common.load_models()
-    k = common.num_speculative_tokens()
-    figures = peers.compare(target, prompts, common.several_drafters(draft)[FLAGS.drafter],
-                            max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats, num_speculative_tokens=k,
-                            common=common.decoding_arguments(), names=FLAGS.peers, gguf=FLAGS.gguf,
-                            threads=FLAGS.threads)
+    drafter = common.several_drafters(draft)[FLAGS.drafter]
+    k, num_lookup_tokens = drafter["num_speculative_tokens"], common.num_speculative_tokens("ngram")
+    figures = peers.compare(target, prompts, drafter, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
+                            common=common.decoding_arguments(), names=FLAGS.peers, num_lookup_tokens=num_lookup_tokens,
+                            gguf=FLAGS.gguf, threads=FLAGS.threads)
     common.console().print(common.table(
         f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}",
         ("prompt", "tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers),
@@ -55,4 +55,5 @@ def main(argv: list[str]) -> None:
             for name, rate in row.peers.items())) for row in figures]))
     print("The floor is the time that reading as many bytes as the weights have takes on this machine."
           + (" In brackets: our rate over theirs, with drafts where they look up." if FLAGS.peers else ""))
-    common.write_figures(__name__, {"num_speculative_tokens": k, "rows": [dataclasses.asdict(row) for row in figures]})
+    common.write_figures(__name__, {"num_speculative_tokens": k, "num_lookup_tokens": num_lookup_tokens,
+                                    "rows": [dataclasses.asdict(row) for row in figures]})

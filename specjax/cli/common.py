@@ -47,8 +47,8 @@ def define_decoding_flags(default: str | list[str]) -> None:
     flags.DEFINE_string("draft", None, "For --drafter=draft_model the draft model: a checkpoint or Hugging Face "
                         "folder; for --drafter=eagle the folder of a head (see specjax train), if not the one that "
                         "comes with SpecJAX for the target.")
-    flags.DEFINE_integer("num_speculative_tokens", None,
-                         "K, tokens to guess per round (default: 7 on CPU, else 5).", lower_bound=1)
+    flags.DEFINE_integer("num_speculative_tokens", None, "K, tokens to guess per round (default: 7 on a CPU, 2 there "
+                         "with a draft model or a head; else 5).", lower_bound=1)
     flags.DEFINE_list("drafter_options", [],
                       "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.")
     flags.DEFINE_enum("verify", "rejection", MODES, "How drafts are accepted; see the README. Both are lossless.")
@@ -76,7 +76,7 @@ def define_mesh_flags() -> None:
 
 def console() -> Console:
     """Where tables go that are wider than the 80 columns which a file would be thought to have."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 170)
 
 
 def load_models() -> tuple[Model, Model | Head | None]:
@@ -150,12 +150,6 @@ def drafter_names() -> list[str]:
     return [FLAGS.drafter] if isinstance(FLAGS.drafter, str) else FLAGS.drafter
 
 
-def drafter_arguments(draft: Model | None) -> dict:
-    """The drafter flags as keyword arguments of `generation.generate`."""
-    return dict(drafter=FLAGS.drafter, draft=draft, num_speculative_tokens=FLAGS.num_speculative_tokens,
-                drafter_options=_options(FLAGS.drafter_options), **decoding_arguments())
-
-
 def provenance(module: str) -> dict:
     """Where figures come from: the flags of the command in `module`, those given and all values; versions, devices."""
     flags_ = FLAGS.get_key_flags_for_module(module)
@@ -200,7 +194,8 @@ def several_drafters(draft: Model | Head | None) -> dict[str, dict]:
     names = drafter_names()
     if FLAGS.drafter_options and len(names) > 1:
         raise SpecJAXError("--drafter_options are of one --drafter, and here there are several")
-    return {name: dict(drafter=name, draft=draft if any(base.needs(name)) else None,
+    return {name: dict(drafter=name, draft=draft if len(names) == 1 or any(base.needs(name)) else None,
+                       num_speculative_tokens=num_speculative_tokens(name),
                        drafter_options=_options(FLAGS.drafter_options)) for name in names}
 
 
@@ -222,11 +217,11 @@ def numbers(name: str, kind: type = float) -> list:
     return values
 
 
-def num_speculative_tokens() -> int:
-    """K that the flags ask for, 0 without speculation."""
-    if FLAGS.drafter == "none":
-        return 0
-    return FLAGS.num_speculative_tokens or generation.default_num_speculative_tokens()
+def num_speculative_tokens(drafter: str) -> int | None:
+    """K for a drafter, by the flags; None for "none" where they do not say."""
+    if FLAGS.num_speculative_tokens is None and drafter != "none":
+        return generation.default_num_speculative_tokens(drafter)
+    return FLAGS.num_speculative_tokens
 
 
 def _options(items: list[str]) -> dict[str, float]:
@@ -297,12 +292,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num
     return result
 
 
-def speed_table(title: str, runs: dict[str, list[Generation]], k: int) -> Table:
+def speed_table(title: str, runs: dict[str, list[Generation]], ks: dict[str, int]) -> Table:
     """Speed and acceptance of one or more runs over the same prompts, a column each; a run is a list of batches.
 
-    A column "plain" is the yardstick of the others.
+    A column "plain" is the yardstick of the others, of which `ks` has the K.
     """
-    columns = {name: _figures(batches, 0 if name == "plain" else k, runs.get("plain"))
+    columns = {name: _figures(batches, 0 if name == "plain" else ks[name], runs.get("plain"))
                for name, batches in runs.items()}
     return table(title, ["", *columns], [[row, *(figures.get(row, "") for figures in columns.values())]
                                          for row in next(reversed(columns.values()))])
@@ -332,10 +327,11 @@ def _figures(batches: list[Generation], k: int, plain: list[Generation] | None) 
         return figures
     expected = metrics.expected_tokens(stats.rate, k)
     figures |= {
+        "K, most drafts per round": f"{k}",
         "rounds with drafts": f"{stats.rounds_with_drafts}",
         "acceptance α of drafts tested": number(stats.rate, 3),
         "tokens per round with drafts": number(stats.tokens_per_drafted_round),
-        f"  E = (1-α^{k + 1})/(1-α) predicts": number(expected),
+        "  E = (1-α^(K+1))/(1-α) predicts": number(expected),
         "accepted at draft position 1, 2, ...": " ".join(map(number, stats.by_position)),
     }
     if plain:

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     del argv
     console = Console(highlight=False)
     target = checkpoint.load(FLAGS.target)
-    k = generation.default_num_speculative_tokens()
+    ks = {name: generation.default_num_speculative_tokens(name) for name in ("ngram", *HEAD_DRAFTERS)}
     head = None
     with contextlib.suppress(SpecJAXError):
         head = heads.load(None, target)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         for name in ("ngram", *names):
             stream = common.TextStream(console, target, [jsonl.headline(row["prompt"])], legend=False)
             of_row[name] = [generation.generate(
-                target, name, draft=head if name in names else None, num_speculative_tokens=k,
+                target, name, draft=head if name in names else None, num_speculative_tokens=ks[name],
                 on_tokens=stream.on_tokens if name == (*names, "ngram")[0] else None, **arguments)]
 
     lines = []
@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
         return {name: [of_row[name][0] for of_row in chosen] for name in names}
 
     everything = together(("plain", "ngram"))
-    console.print(common.speed_table(f"All prompts: prompt lookup (ngram), K = {k}", everything, k), end="\n\n")
+    console.print(common.speed_table("All prompts: prompt lookup (ngram)", everything, ks), end="\n\n")
     if head and (free := together(("plain", "ngram", *HEAD_DRAFTERS)))["plain"]:
-        console.print(common.speed_table(f"{' and '.join(HEAD_DOMAINS)}: with a head (eagle), K = {k}", free, k),
-                      end="\n\n")
+        console.print(common.speed_table(f"{' and '.join(HEAD_DOMAINS)}: with a head (eagle)", free, ks), end="\n\n")
     return common.report_equality(*runs.values())

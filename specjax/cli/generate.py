@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
     stream = None
     if console.is_terminal and target.tokenizer and common.is_alone():
         stream = common.TextStream(console, target, [jsonl.headline(prompt) for prompt in prompts]).on_tokens
-    result = generation.generate(target, prompts=prompts, on_tokens=stream, **common.drafter_arguments(draft),
+    drafter = common.several_drafters(draft)[FLAGS.drafter]
+    result = generation.generate(target, prompts=prompts, on_tokens=stream, **drafter, **common.decoding_arguments(),
                                  **options)
     runs = {"plain" if FLAGS.drafter == "none" else "speculative": [result]}
     if FLAGS.output and common.is_first_process():
@@ -70,8 +71,8 @@ def main(argv: list[str]) -> int:
     if FLAGS.compare:
         plain = generation.generate(target, "none", prompts, **common.decoding_arguments(), **options)
         runs = {"plain": [plain], **runs}
-    k = common.num_speculative_tokens()
-    console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, k))
+    k = drafter["num_speculative_tokens"] or 0
+    console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, {"speculative": k}))
     return _report_comparison(runs, options["temperature"]) if FLAGS.compare else 0
 
 
