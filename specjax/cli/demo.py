@@ -6,7 +6,6 @@ import contextlib
 import importlib.resources
 
 from absl import flags
-from rich.console import Console
 
 from specjax import checkpoint, generation, heads
 from specjax.cli import common, jsonl
@@ -27,7 +26,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> int:
     """Runs the demonstration; returns 1 where a greedy text changes with speculation."""
     del argv
-    console = Console(highlight=False)
+    console = common.console()
     target = checkpoint.load(FLAGS.target)
     ks = {name: generation.default_num_speculative_tokens(name) for name in ("ngram", *HEAD_DRAFTERS)}
     head = None
