@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
             raise SpecJAXError(f"{FLAGS.prompts_file}: prompt {i} has no 'domain'")
         chosen.setdefault(row["domain"], []).append(row["prompt"])
     target, draft = common.load_models()
-    drafters = common.several_drafters(draft)
+    drafters = common.drafters(draft)
     prompts = [(domain, generation.encode(target, prompt, f"a prompt of {domain}"))
                for domain, of_domain in chosen.items() for prompt in of_domain[: FLAGS.prompts_per_domain]]
     console = common.console()
@@ -82,9 +82,9 @@ def table(figures: list[domains.Row]) -> Table:
 
     def line(row: domains.Row):
         alpha, speedup = PUBLIC.get(row.domain, (None, None))
-        return (row.domain, row.drafter, f"{row.temperature:g}", str(row.num_speculative_tokens),
-                common.number(row.acceptance, 3),
-                " ".join(common.number(x) for x in row.by_position[:3]), f"{row.tokens_per_round:.2f}",
+        return (row.domain, row.drafter, f"{row.temperature:g}", f"{row.num_speculative_tokens}",
+                common.number(row.acceptance, 3), " ".join(common.number(x) for x in row.by_position[:3]),
+                f"{row.tokens_per_round:.2f}",
                 f"{row.plain:.1f}", f"{row.speculative:.1f}", f"{row.speedup:.2f}x", f"{row.draft:.3f}",
                 f"{row.verify:.2f}", f"{row.predicted:.2f}x", f"{row.speedup / row.predicted:.2f}",
                 "" if alpha is None else f"{alpha:.3f}", "" if speedup is None else f"{speedup:.2f}x")

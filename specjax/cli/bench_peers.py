@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     if len(prompts) < len(rows):
         raise SpecJAXError(f"{FLAGS.prompts_file}: two prompts have the same name")
     target, draft = common.load_models()
-    drafter = common.several_drafters(draft)[FLAGS.drafter]
+    drafter = common.drafters(draft)[FLAGS.drafter]
     k, num_lookup_tokens = drafter["num_speculative_tokens"], common.num_speculative_tokens("ngram")
     figures = peers.compare(target, prompts, drafter, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
                             common=common.decoding_arguments(), names=FLAGS.peers, num_lookup_tokens=num_lookup_tokens,

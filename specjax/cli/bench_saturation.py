@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     target, draft = common.load_models()
     prompts = [generation.encode(target, row["prompt"], f"prompt {i}") for i, row in enumerate(rows, 1)]
-    drafter = common.several_drafters(draft)[FLAGS.drafter]
+    drafter = common.drafters(draft)[FLAGS.drafter]
     console = common.console()
     points = saturation.measure(
         target, prompts, drafter, batch_sizes=batch_sizes, num_speculative_tokens=ks,

@@ -189,7 +189,7 @@ def begin_benchmark(*outputs: str) -> None:
             jsonl.refuse_existing(getattr(FLAGS, name), name)
 
 
-def several_drafters(draft: Model | Head | None) -> dict[str, dict]:
+def drafters(draft: Model | Head | None) -> dict[str, dict]:
     """By the names in --drafter, what chooses each of them as keyword arguments of `generation.generate`."""
     names = drafter_names()
     if FLAGS.drafter_options and len(names) > 1:

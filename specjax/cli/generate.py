@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     stream = None
     if console.is_terminal and target.tokenizer and common.is_alone():
         stream = common.TextStream(console, target, [jsonl.headline(prompt) for prompt in prompts]).on_tokens
-    drafter = common.several_drafters(draft)[FLAGS.drafter]
+    drafter = common.drafters(draft)[FLAGS.drafter]
     result = generation.generate(target, prompts=prompts, on_tokens=stream, **drafter, **common.decoding_arguments(),
                                  **options)
     runs = {"plain" if FLAGS.drafter == "none" else "speculative": [result]}

@@ -57,8 +57,7 @@ def define_flags() -> None:
                          "often; by default all.", lower_bound=1)
     flags.DEFINE_enum("loss", "kl", list(DISTANCES), "Divergence, or total variation.")
     flags.DEFINE_integer("num_steps", 3, "How many tokens in a row a head guesses, from the second on with its own "
-                         "features.",
-                         lower_bound=1)
+                         "features.", lower_bound=1)
     flags.DEFINE_integer("steps", None, "Updates of the parameters.", required=True)
     for name in ("batch_size", "accumulate", "warmup", "eval_every", "save_every", "patience", "seed"):
         flags.DEFINE_integer(name, DEFAULTS[name], "See specjax.train.trainer.TrainConfig.")
