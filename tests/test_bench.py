@@ -129,20 +129,45 @@ def test_saturation(command, folder, prompts, tmp_path):
         assert set(rates) == {1, 2} and point["speedup"] == pytest.approx(max(rates.values()) / point["plain"])
 
 
+def test_every_batch_size_decodes_the_same_texts(monkeypatch):
+    seen = []
+
+    def record(target, *args, **options):
+        run = generate(target, *args, **options)
+        texts = [completion.tokens for completion in run.completions]
+        seen.append((options.get("num_speculative_tokens", 0), options["prompts"], options["seed"], texts))
+        return run
+
+    generate = generation.generate
+    monkeypatch.setattr(generation, "generate", record)
+    prompts = [(1, 2, 3), (4, 5), (6, 7, 8)]
+    saturation.measure(MODEL, prompts, {"drafter": "ngram"}, batch_sizes=[1, 2, 8], num_speculative_tokens=[3],
+                       max_new_tokens=6, temperature=1.0, repeats=1,
+                       common={"verify": "coupled", "page_size": 8, "implementation": None})
+    assert [(k, len(texts)) for k, *_, texts in seen] == [
+        (k, rows) for rows, calls in ((1, 3), (2, 2), (8, 1)) for _ in range(calls) for k in (0, 3)]
+    text = {}
+    for _, *batch in seen:
+        for prompt, seed, tokens in zip(*batch, strict=True):
+            assert text.setdefault((prompt, seed), tokens) == tokens
+    assert set(text) == {(prompt, i) for i, prompt in enumerate(prompts)}
+
+
 def test_the_best_k_is_the_fastest_or_none():
     assert saturation.Point(1, 10.0, {1: 11.0, 3: 20.0, 5: 15.0}).best == 3
     assert saturation.Point(64, 30.0, {1: 29.0, 3: 20.0}).best == 0
 
 
 def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
-    """Always where the rest adds nothing, and less the more it adds."""
+    """Always where the rest adds nothing, biases included, and less the more it adds."""
+    biased = dataclasses.replace(SHAPE, attention_bias=True, mlp_bias=True)
     found = []
-    for epsilon in (0.0, 0.3, 3.0):
-        target, draft = synthetic.make_pair(SHAPE, 2, 0, jnp.float32, epsilon)
+    for shape, epsilon in ((biased, 0.0), (SHAPE, 0.0), (SHAPE, 0.3), (SHAPE, 3.0)):
+        target, draft = synthetic.make_pair(shape, 2, 0, jnp.float32, epsilon)
         run = generation.generate(target, "draft_model", [[1, 2, 3]] * 8, draft=draft, num_speculative_tokens=2,
                                   temperature=1.0, seed=list(range(8)), max_new_tokens=40)
         found.append(synthetic.metrics.acceptance(run.completions, 2).rate)
-    assert found[0] == 1 and found[0] > found[1] > found[2]
+    assert found[0] == found[1] == 1 and 1 > found[2] > found[3]
 
 
 @pytest.mark.parametrize("wanted", [0.4, 0.9])
@@ -196,6 +221,8 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
     (["decode", "--drafter=ngram", "--drafter_options=min_n=9"], ["min_n=9"]),
     (["decode", "--drafter=ngram", "--drafter=eagle", "--drafter_options=min_n=1"], ["no head comes with SpecJAX"]),
     (["saturation", "--plot=x.jpg"], ["--plot=x.jpg must end in .png"]),
+    (["peers", "--gguf=x.gguf"], ["--gguf=x.gguf is for llama.cpp, which --peers does not name"]),
+    (["peers", "--threads=1"], ["--threads is for the engines of --peers"]),
     (["peers", "--peers=transformers", "--max_new_tokens=1"], ["--max_new_tokens must be at least 2"]),
     (["gpu", "--acceptance=1.5"], ["the wanted acceptance must be between 0 and 1, got 1.5"]),
     (["gpu", "--max_new_tokens=99999"], ["beyond the context of the target"]),

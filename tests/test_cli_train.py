@@ -8,7 +8,8 @@ import pytest
 from drive_cli import check_refused, write_lines, write_model, write_prompts
 
 import specjax
-from specjax import heads
+from specjax import checkpoint, files, heads
+from specjax.train import data
 
 RUN = ("--num_slots=24", "--steps=6", "--batch_size=2", "--learning_rate=0.01")
 
@@ -92,6 +93,12 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     (["--data={text}", "--temperatures=1"], ["--temperatures is for --self_generate"]),
     (["--data={text}", "--num_slots=99"], ["--num_slots=99 is beyond the context of the target, 64"]),
     (["--data={text}", "--patience=2"], ["--patience=2: nothing is evaluated without --held_out"]),
+    (["--data={text}", "--held_out={text}", "--patience=2", "--eval_every=0"], ["--eval_every=0", "before the end"]),
+    (["--data={rows}", "--num_slots=24"], ["--num_slots=24: rows of --data have another number of slots"]),
+    (["--data={prompts}"], ["prompts.jsonl, line 1: a prompt without 'completion'"]),
+    (["--data={rows}/rows.json"], ["rows.json: texts are in files named .txt or .jsonl"]),
+    (["--data={text}", "--tensor_parallel=2", "--draft_tensor_parallel=2", "--drafter=draft_model", "--draft={odd}"],
+     ["the draft cannot be split over 2 devices, which do not divide its 1 kv heads"]),
     (["--data={text}", "--batch_size=999"], ["rows to train on, fewer than a batch of 999"]),
     (["--self_generate={sampled}"], ["sampled.jsonl, line 1: unknown key 'seed'"]),
     (["--data={text}", "--learning_rate=-1"], ["learning_rate must be positive"]),
@@ -108,14 +115,22 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     (["--data={text}", "--accumulate=3"], ["accumulate=3 does not divide batch_size=2"]),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_computed(command, folder, tmp_path, arguments, parts):
-    files = {"text": tmp_path / "text.txt", "broken": tmp_path / "broken.jsonl", "empty": tmp_path / "empty.txt",
-             "sampled": tmp_path / "sampled.jsonl", "tmp": tmp_path / "folder"}
-    files["text"].write_text("hello world or " * 40)
-    write_lines(files["broken"], '"hello world"', "{")
-    write_prompts(files["sampled"], {"prompt": "hello", "seed": 1})
-    files["empty"].write_text("")
-    files["tmp"].mkdir()
+    paths = {"text": tmp_path / "text.txt", "broken": tmp_path / "broken.jsonl", "empty": tmp_path / "empty.txt",
+             "sampled": tmp_path / "sampled.jsonl", "tmp": tmp_path / "folder", "rows": tmp_path / "rows",
+             "prompts": tmp_path / "prompts.jsonl",
+             "odd": make_folders.write_folder(tmp_path / "odd", {"num_key_value_heads": 1})}
+    paths["text"].write_text("hello world or " * 40)
+    write_lines(paths["broken"], '"hello world"', "{")
+    write_prompts(paths["sampled"], {"prompt": "hello", "seed": 1})
+    paths["empty"].write_text("")
+    paths["tmp"].mkdir()
+    write_prompts(paths["prompts"], {"prompt": "hello"})
+    paths["rows"].mkdir()
+    config = checkpoint.open_source(folder).config
+    data.write_shard(paths["rows"] / "rows-0.safetensors", data.Rows(
+        *(np.full(shape, 20, np.int32) for shape in ((4, 32), 4, 4)), np.zeros(4, np.float32), [""] * 4, {}))
+    files.write_json(paths["rows"] / data.ABOUT, {"target": config.to_dict()})
     output = tmp_path / "run"
     check_refused(command("train", f"--target={folder}", f"--output={output}", *RUN,
-                          *(argument.format(**files) for argument in arguments)), *parts)
+                          *(argument.format(**paths) for argument in arguments)), *parts)
     assert not output.exists()

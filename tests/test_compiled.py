@@ -30,7 +30,7 @@ def arguments(name, prompts=PROMPTS):
                    temperature=[0, 1, 0.7], top_p=[1, 0.9, 1], seed=[1, 2, 3])
 
 
-@pytest.fixture(scope="module", params=["none", *base.names()])
+@pytest.fixture(scope="module", params=["none", *base.names(), "ngram,eagle"])
 def compiled(request):
     """A drafter's name, arguments of a call, its program, and the instructions: (name, type, dimensions, operation)."""
     args = arguments(request.param)

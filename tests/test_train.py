@@ -151,6 +151,16 @@ def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, 
         run(tmp_path / "other")
 
 
+def test_held_out_rows_without_places_or_with_a_domain_called_all_are_refused_unasked(monkeypatch):
+    monkeypatch.setattr(evaluate, "_ask", None)  # the target
+    evaluate.Evaluation(OBJECTIVE, TARGET.params, rows())
+    (shard,) = rows().shards
+    for change, message in ((dict(temperature_R=np.full(12, 0.7, np.float32)), "no held-out row has a token to guess"),
+                            (dict(domains=["a", "all"] * 6), "a domain called 'all'")):
+        with pytest.raises(SpecJAXError, match=message):
+            evaluate.Evaluation(OBJECTIVE, TARGET.params, Dataset((dataclasses.replace(shard, **change),)))
+
+
 def test_training_ends_early_when_nothing_gets_better(tmp_path):
     cfg = dataclasses.replace(CFG, steps=40, learning_rate=1e-9, patience=2, eval_every=2, save_every=100)
     held_out = evaluate.Evaluation(OBJECTIVE, TARGET.params, rows(1, 4), num_positions=2)
@@ -404,11 +414,23 @@ def test_texts_become_rows(tmp_path):
     ("{", "line 2: not JSON"), ("[1]", "line 2: must be a string, or an object"), ('{"text": 3}', "line 2: texts"),
     ('{"text": "a", "prompt": "b"}', "line 2: must be"), ('{"messages": [3]}', "line 2"),
     ('{"text": "1 2 3", "domain": 4}', "line 2: texts and the domain"),
+    ('{"prompt": "1 2"}', "line 2: a prompt without 'completion'"),
+    ('{"messages": [{"role": "user", "content": "1"}]}', "line 2: the last of 'messages' must be the assistant's"),
 ])  # fmt: skip
 def test_lines_that_are_no_texts_are_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('"1 2 3"\n' + line)
     with pytest.raises(SpecJAXError, match=f"a.jsonl, {message}"):
         data.read_texts([tmp_path / "a.jsonl"], Words(), 4)
+
+
+def test_a_checksum_is_of_what_is_learned():
+    (shard,) = rows().shards
+    same, others = Dataset((dataclasses.replace(shard, domains=["c"] * 12),)), [rows(1), Dataset(())]
+    for name in ("tokens_RS", "length_R", "start_R"):
+        changed = getattr(shard, name).copy()
+        changed.flat[5] += 1
+        others.append(Dataset((dataclasses.replace(shard, **{name: changed}),)))
+    assert same.checksum == rows().checksum and len({x.checksum for x in (same, *others)}) == 6
 
 
 def test_nothing_to_train_on_is_refused(tmp_path):

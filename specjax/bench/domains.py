@@ -78,10 +78,11 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
     """
 
     def named(name, arguments):
-        options = arguments.get("drafter_options") or {}
+        options = {option: value for option, value in (arguments.get("drafter_options") or {}).items()
+                   if name == arguments["drafter"] or option in base.option_types(name)}
         return generation.named_drafter(name, target, arguments.get("draft") if any(base.needs(name)) else None,
                                         arguments["num_speculative_tokens"], common["implementation"],
-                                        options if name == arguments["drafter"] else {})
+                                        options)
 
     for arguments in drafters.values():
         named(arguments["drafter"], arguments)  # or an error, before anything is decoded

@@ -151,7 +151,8 @@ PEERS = {"transformers": ("transformers", _transformers()),
 
 
 def check(names: Sequence[str], gguf: str | None) -> None:
-    """Raises SpecJAXError, naming it, for a peer that is unknown, not installed or without its weights."""
+    """Raises SpecJAXError, naming it, for a peer that is unknown, not installed or without its weights; or for
+    weights that no peer reads."""
     for name in names:
         if name not in PEERS:
             raise SpecJAXError(f"peer {name!r} is not known; known: {', '.join(PEERS)}")
@@ -161,3 +162,5 @@ def check(names: Sequence[str], gguf: str | None) -> None:
             raise SpecJAXError(f"the peer {name!r} is not installed: {error}") from error
         if PEERS[name][0] == "llama_cpp" and not (gguf and os.path.exists(gguf)):
             raise SpecJAXError(f"llama.cpp needs the same weights in a float32 GGUF file: --gguf={gguf}")
+    if gguf and not any(PEERS[name][0] == "llama_cpp" for name in names):
+        raise SpecJAXError(f"--gguf={gguf} is for llama.cpp, which --peers does not name")

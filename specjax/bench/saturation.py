@@ -41,7 +41,8 @@ class Point:
 def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str, Any], *, batch_sizes: Sequence[int],
             num_speculative_tokens: Sequence[int], max_new_tokens: int, temperature: float, repeats: int,
             common: dict[str, Any], on_point: Callable[[Point], None] | None = None) -> list[Point]:
-    """Decodes batches of prompts, which are used again where there are too few, plainly and with each K in turn.
+    """Decodes all prompts at every batch size, in as many batches as that takes, each plainly and with each K in turn.
+    Where the last batch would not be full, prompts from all over the list are decoded twice.
 
     Args:
       target: the model.
@@ -49,7 +50,7 @@ def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str
       drafter: "drafter", "draft" and "drafter_options" of `generation.generate`; another K in it does not matter.
       batch_sizes: to measure.
       num_speculative_tokens: the values of K.
-      max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that the batch stays full.
+      max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that batches stay full.
       temperature: of all rows.
       repeats: of everything.
       common: "verify", "page_size" and "implementation" of `generation.generate`.
@@ -57,14 +58,20 @@ def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str
     """
     points = []
     for batch_size in batch_sizes:
-        options = dict(prompts=[prompts[i % len(prompts)] for i in range(batch_size)], max_new_tokens=max_new_tokens,
-                       temperature=temperature, seed=list(range(batch_size)), eos_ids=())
+        rows = -(-len(prompts) // batch_size) * batch_size
+        batches = np.split(np.arange(rows) * len(prompts) // rows, rows // batch_size)
+        options = dict(max_new_tokens=max_new_tokens, temperature=temperature, eos_ids=(), **common)
         rates: dict[int, list[float]] = {k: [] for k in (0, *num_speculative_tokens)}
         for _ in range(repeats):
+            runs: dict[int, list[generation.Generation]] = {k: [] for k in rates}
+            for batch in batches:
+                for k in rates:
+                    arguments = drafter | {"num_speculative_tokens": k} if k else {"drafter": "none"}
+                    runs[k].append(generation.generate(target, prompts=[prompts[i] for i in batch], seed=batch.tolist(),
+                                                       **arguments, **options))
             for k, seen in rates.items():
-                arguments = drafter | {"num_speculative_tokens": k} if k else {"drafter": "none"}
-                run = generation.generate(target, **arguments, **common, **options)
-                seen.append(sum(len(completion.tokens) for completion in run.completions) / run.decode_seconds)
+                seen.append(sum(len(completion.tokens) for run in runs[k] for completion in run.completions)
+                            / sum(run.decode_seconds for run in runs[k]))
         medians = {k: float(np.median(seen)) for k, seen in rates.items()}
         points.append(Point(batch_size, medians.pop(0), medians))
         if on_point:

@@ -91,8 +91,9 @@ def make_pair(cfg: LlamaConfig, num_draft_layers: int, seed: int, dtype, epsilon
 def scale_tail(params, num_draft_layers: int, factor) -> Any:
     """The parameters with what the layers behind the first ones add to the residual stream scaled, in place."""
     for layer in params["layers"][num_draft_layers:]:
-        layer["attention"]["out_DKGH"] = _scale(layer["attention"]["out_DKGH"], factor)
-        layer["mlp"]["down_DF"] = _scale(layer["mlp"]["down_DF"], factor)
+        for part, name in (("attention", "out"), ("mlp", "down")):
+            for key in [key for key in layer[part] if key.startswith(name)]:  # a bias too, where there is one
+                layer[part][key] = _scale(layer[part][key], factor)
     return params
 
 

@@ -35,6 +35,8 @@ def main(argv: list[str]) -> None:
     common.begin_benchmark("output")
     if FLAGS.peers and FLAGS.max_new_tokens < 2:
         raise SpecJAXError("--max_new_tokens must be at least 2 with --peers: the first token comes with the prompt")
+    if FLAGS["threads"].present and not FLAGS.peers:
+        raise SpecJAXError("--threads is for the engines of --peers, and none is named")
     peers.check(FLAGS.peers, FLAGS.gguf)
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     prompts = {row.get("name", f"prompt {i}"): row["prompt"] for i, row in enumerate(rows)}

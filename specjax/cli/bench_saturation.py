@@ -20,7 +20,8 @@ def define_flags() -> None:
     flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
     common.define_decoding_flags(default="ngram")
     flags.adopt_module_key_flags(common)
-    flags.DEFINE_string("prompts_file", str(bench_decode.PROMPTS), "JSONL file of prompts, as for specjax generate.")
+    flags.DEFINE_string("prompts_file", str(bench_decode.PROMPTS),
+                        "JSONL file of prompts, as for specjax generate; all are decoded at each batch size.")
     flags.DEFINE_list("batch_sizes", ["1", "2", "4", "8", "16", "32", "64"], "To measure.")
     flags.DEFINE_list("draft_lengths", ["1", "3", "5", "7"], "The values of K.")
     flags.DEFINE_float("temperature", 0.0, "Of all rows.")

@@ -83,13 +83,16 @@ def main(argv: list[str]) -> None:
     if FLAGS.num_slots > opened.config.max_position_embeddings:
         raise SpecJAXError(f"--num_slots={FLAGS.num_slots} is beyond the context of the target, "
                            f"{opened.config.max_position_embeddings}")
-    shape = _shape(opened.config)
-    rows, held_out = (_open(paths, opened) for paths in (FLAGS.data, FLAGS.held_out))
-    if prompts and any(shard.tokens_RS.shape[1] != FLAGS.num_slots for shard in rows.shards):
-        raise SpecJAXError(f"--num_slots={FLAGS.num_slots}: rows of --data have another number of slots")
     mesh = common.make_mesh()
+    shape = _shape(opened.config)
+    is_head = FLAGS.drafter == "eagle"
+    sharding.check(shape.layer if is_head else shape, sharding.degree(mesh, "draft"), "head" if is_head else "draft")
+    rows, held_out = (_open(paths, opened) for paths in (FLAGS.data, FLAGS.held_out))
+    if (prompts or FLAGS["num_slots"].present) and any(x.tokens_RS.shape[1] != FLAGS.num_slots for x in rows.shards):
+        raise SpecJAXError(f"--num_slots={FLAGS.num_slots}: rows of --data have another number of slots")
     cfg.check(len(rows) + len(prompts), mesh)
-    identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS} | {"shape": dataclasses.asdict(shape)}
+    identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
+    identity |= {"shape": dataclasses.asdict(shape), "held_out_contents": held_out.checksum}
     files.check_claim(output / "run", trainer.RUN, identity | dataclasses.asdict(cfg))  # as training will, and more
     if not (output / "run").exists():
         files.refuse_existing(output / "drafter")
@@ -100,6 +103,8 @@ def main(argv: list[str]) -> None:
                           mesh=mesh)
     evaluation = evaluate.Evaluation(objective, target.params, held_out) if FLAGS.held_out else None
     if prompts:
+        prompts = _fitting(target, prompts)
+        cfg.check(len(rows) + len(prompts), mesh)
         rows = data.Dataset((*rows.shards, *_continue(target, prompts, output / "rows", objective.taps)))
         if FLAGS.only_generate:
             return
@@ -111,7 +116,7 @@ def main(argv: list[str]) -> None:
         task = bar.add_task("training", total=cfg.steps, figures="")
         result = trainer.train(
             objective, cfg, output / "run", params, target.params, draft_ids_U, rows, evaluation,
-            identity | {"rows": len(rows), "tokens": rows.num_tokens},
+            identity | {"rows": len(rows), "tokens": rows.num_tokens, "contents": rows.checksum},
             on_record=_Reporter(bar, task), max_seconds=None if FLAGS.max_minutes is None else 60 * FLAGS.max_minutes)
     if result.out_of_time:
         print(f"step {result.history[-1]['step']} of {cfg.steps}: the same command goes on")
@@ -130,6 +135,8 @@ def _check_flags() -> None:
         raise SpecJAXError(f"--{given[0]} is for --self_generate")
     if FLAGS["eval_every"].present and not FLAGS.held_out:
         raise SpecJAXError("--eval_every: nothing is evaluated without --held_out")
+    if FLAGS.patience and not FLAGS.eval_every:
+        raise SpecJAXError(f"--patience={FLAGS.patience}: with --eval_every=0 nothing is evaluated before the end")
     common.numbers("temperatures")
     if (least := data.SKIPPED + 3 + _num_steps()) > FLAGS.num_slots:
         raise SpecJAXError(f"--num_slots must be at least {least}, got {FLAGS.num_slots}: nothing would be guessed")
@@ -175,21 +182,27 @@ def _open(paths: list[str], opened: table.Opened) -> data.Dataset:
     return data.Dataset((*rows, *([data.read_texts(texts, opened.tokenizer, FLAGS.num_slots)] if texts else [])))
 
 
-def _continue(target: checkpoint.Model, prompts: list[dict], folder: pathlib.Path, taps: tuple[int, ...]):
-    """The target's continuations of prompts."""
-    ids = [generation.encode(target, row["prompt"], f"{FLAGS.self_generate}, prompt {i}")
-           for i, row in enumerate(prompts, 1)]
-    fitting = [i for i, tokens in enumerate(ids) if len(tokens) <= FLAGS.num_slots // 2]
-    if len(fitting) < len(ids):
-        print(f"{len(ids) - len(fitting)} of {len(ids)} prompts are longer than half a row "
+def _fitting(target: checkpoint.Model, prompts: list[dict]) -> list[tuple[tuple[int, ...], str]]:
+    """The tokens and the domain of each prompt that is not too long."""
+    encoded = [(generation.encode(target, row["prompt"], f"{FLAGS.self_generate}, prompt {i}"), row.get("domain", ""))
+               for i, row in enumerate(prompts, 1)]
+    fitting = [prompt for prompt in encoded if len(prompt[0]) <= FLAGS.num_slots // 2]
+    if len(fitting) < len(prompts):
+        print(f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than half a row "
               f"({FLAGS.num_slots // 2} tokens) and are left out")
     if not fitting:
         raise SpecJAXError(f"{FLAGS.self_generate}: no prompt fits into half of --num_slots={FLAGS.num_slots}")
+    return fitting
+
+
+def _continue(target: checkpoint.Model, prompts: list[tuple[tuple[int, ...], str]], folder: pathlib.Path,
+              taps: tuple[int, ...]):
+    """The target's continuations of prompts."""
     console = Console()
     with progress_lib.Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("generating", total=None)
         paths = self_generate.self_generate(
-            target, [ids[i] for i in fitting], [prompts[i].get("domain", "") for i in fitting], folder,
+            target, *zip(*prompts, strict=True), folder,
             num_slots=FLAGS.num_slots, batch_size=FLAGS.generate_batch_size,
             temperatures=common.numbers("temperatures"), seed=FLAGS.seed, taps=taps,
             eos_ids=None if FLAGS.stop_at_eos else (),

@@ -158,6 +158,12 @@ def needs(name: str) -> list[type | None]:
     return [module.DRAFT for module in _modules(name)]
 
 
+def option_types(name: str) -> dict[str, type]:
+    """The options of the drafters in `name`, and what their values are. Raises SpecJAXError for no such drafter."""
+    return {option: type(default) for module in _modules(name) for option, default in _keywords(module).items()
+            if option not in FORWARDED}
+
+
 def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any = None,
          implementation: str | None = None, options: dict[str, Any] | None = None) -> Drafter:
     """The drafter called `name`, or several in one.
@@ -191,9 +197,7 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any
         raise SpecJAXError(f"the drafter {name!r} needs a {wanted}, and {given}")
     if draft is not None and not kinds:
         raise SpecJAXError(f"the drafter {name!r} uses no draft model, but one was given")
-    keywords = [dict(list(inspect.signature(module.make).parameters.items())[3:]) for module in modules]
-    known = {option: type(parameter.default) for own in keywords for option, parameter in own.items()
-             if option not in FORWARDED}
+    known = option_types(name)
     numbers = {float: int | float}  # what else is taken for a default of that type
     options = options or {}
     for option, value in options.items():
@@ -204,13 +208,19 @@ def make(name: str, num_speculative_tokens: int, target: LlamaConfig, draft: Any
             raise SpecJAXError(f"option {option!r} of the drafter {name!r} must be of type {known[option].__name__}, "
                                f"got {value!r}")
     made = []
-    for i, (module, own) in enumerate(zip(modules, keywords, strict=True)):
+    for i, module in enumerate(modules):
+        own = _keywords(module)
         if i and "skippable" not in own:
             raise SpecJAXError(f"{name!r}: {name.split(',')[i]!r} cannot come after another drafter")
         given = {**options, "implementation": implementation, "skippable": i > 0}  # not every drafter wants all of it
         made.append(module.make(num_speculative_tokens, target, draft if module.DRAFT else None,
                                 **{keyword: given[keyword] for keyword in own if keyword in given}))
     return made[0] if len(made) == 1 else importlib.import_module(f"{drafters.__name__}.combined").make(tuple(made))
+
+
+def _keywords(module) -> dict[str, Any]:
+    """The keywords of a drafter's `make`, and their defaults."""
+    return {name: parameter.default for name, parameter in list(inspect.signature(module.make).parameters.items())[3:]}
 
 
 def _modules(name: str):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,16 +97,20 @@ def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
 def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slots: int) -> Rows:
     """Rows from text files and JSONL files.
 
-    A text file is cut into pieces of `num_slots` tokens. A line of a JSONL file is a text: a string, or an object with
-    "text", with "prompt" and "completion", or with "messages" (a chat); and perhaps a "domain". Of a prompt or a chat
-    the last message is what is to be guessed. What is longer than `num_slots` tokens is cut off.
+    A text file (.txt) is cut into pieces of `num_slots` tokens. A line of a JSONL file (.jsonl) is a text: a string, or
+    an object with "text", with "prompt" and "completion", or with "messages" (a chat that the assistant ends); and
+    perhaps a "domain". The completion or the last message is what is to be guessed. What is longer than `num_slots`
+    tokens is cut off.
 
     Raises:
-      SpecJAXError: a file that cannot be read, a line (by its number) that is none of these, or no text at all.
+      SpecJAXError: a file that cannot be read or is called otherwise, a line (by its number) that is none of these, or
+        no text at all.
     """
     rows: list[tuple[list[int], int, str]] = []
     for path in map(pathlib.Path, paths):
-        if path.suffix != ".jsonl":
+        if path.suffix not in (".txt", ".jsonl"):
+            raise SpecJAXError(f"{path}: texts are in files named .txt or .jsonl")
+        if path.suffix == ".txt":
             ids = tokenizer.encode(files.read_text(path))
             rows += [(ids[i : i + num_slots], 1, "") for i in range(0, len(ids), num_slots)]
             continue
@@ -132,9 +137,13 @@ def _row(value: Any, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[
         raise SpecJAXError(f"{where}: unknown key {unknown[0]!r} beside {kinds[0]!r}")
     if not isinstance(domain, str):
         raise SpecJAXError(f"{where}: texts and the domain must be strings")
+    if kinds == ["prompt"] and not fields.get("completion"):
+        raise SpecJAXError(f"{where}: a prompt without 'completion' (prompts alone are for --self_generate)")
     with files.parsing(where):
         if kinds == ["messages"]:
-            prompt = fields["messages"][:-1]
+            *prompt, last = fields["messages"]
+            if last["role"] != "assistant":
+                raise SpecJAXError("the last of 'messages' must be the assistant's")
             start = len(tokenizer.apply_chat_template(prompt)) if prompt else 1
             ids = tokenizer.apply_chat_template(fields["messages"], add_generation_prompt=False)
         else:
@@ -170,6 +179,15 @@ class Dataset:
     def num_tokens(self) -> int:
         """All tokens, those of prompts included."""
         return int(sum(rows.length_R.sum() for rows in self.shards))
+
+    @property
+    def checksum(self) -> int:
+        """Of tokens, lengths and prompts."""
+        crc = 0
+        for rows in self.shards:
+            for array in (rows.tokens_RS, rows.length_R, rows.start_R):
+                crc = zlib.crc32(np.ascontiguousarray(array), crc)
+        return crc
 
     def fields(self, name: str) -> np.ndarray:
         """One of the arrays of all rows, or the domains."""

@@ -15,6 +15,7 @@ from specjax.errors import SpecJAXError
 from specjax.train.data import Dataset
 from specjax.train.objective import Batch, Objective
 
+ALL = "all"  # domains together
 LOOP = 8  # a place is in a loop where the last so many tokens have stood in the same row before
 
 
@@ -38,7 +39,7 @@ class Score:
 
 
 class Evaluation:
-    """Held-out rows, and what the target says about them, which is worked out once.
+    """Held-out rows, and what the target says about them, which is worked out once, for the first scores.
 
     Greedy acceptance is measured on rows that were drawn at temperature 0, that at temperature 1 on rows that were
     drawn at 1; on text that the target has not written, both.
@@ -49,6 +50,9 @@ class Evaluation:
       rows: held-out rows.
       num_positions: draft positions to look at.
       batch_size: rows at a time on each part of the mesh.
+
+    Raises:
+      SpecJAXError: rows with nothing to guess, or a domain called "all".
     """
 
     def __init__(self, objective: Objective, target_params, rows: Dataset, *, num_positions: int = 5,
@@ -56,8 +60,6 @@ class Evaluation:
         self.objective = dataclasses.replace(objective, num_steps=num_positions if objective.is_head else 1)
         self.target_params, self.rows = target_params, rows
         self.batch_size = batch_size * sharding.num_parts(objective.mesh)
-        # Kept on the host: of many rows this is more than a device has room for beside a large target.
-        self._said = [sharding.get(_ask(objective, target_params, self._batch(i))) for i in self._starts()]
         self._said_RS = rows.fields("said_RS")
         self._loop_RS = np.stack([_in_loop(row) for row in rows.fields("tokens_RS")])
         self._temperature_R, self._domain_R = rows.fields("temperature_R"), rows.fields("domains")
@@ -65,6 +67,13 @@ class Evaluation:
         first, behind = (2, num_positions - 1) if objective.is_head else (1, 0)
         if not self._said_RS[drawn_R, first : self._said_RS.shape[1] - behind].any():
             raise SpecJAXError("no held-out row has a token to guess that was drawn at temperature 0 or 1")
+        if ALL in self._domain_R:
+            raise SpecJAXError(f"held-out rows have a domain called {ALL!r}, which is what the mean is called")
+
+    @functools.cached_property
+    def _said(self):
+        # Kept on the host: of many rows this is more than a device has room for beside a large target.
+        return [sharding.get(_ask(self.objective, self.target_params, self._batch(i))) for i in self._starts()]
 
     def _starts(self):
         return range(0, len(self.rows), self.batch_size)
@@ -102,13 +111,13 @@ class Evaluation:
                     domains.append(Score(temperature, domain, text, rates, int(masks[0].sum())))
             if domains:
                 mean = tuple(float(x) for x in np.mean([score.by_position for score in domains], axis=0))
-                scores += [*domains, Score(temperature, "all", text, mean, sum(score.places for score in domains))]
+                scores += [*domains, Score(temperature, ALL, text, mean, sum(score.places for score in domains))]
         return scores
 
 
 def summary(scores: list[Score]) -> tuple[float, ...]:
     """By draft position, the mean over temperatures 0 and 1 of what is accepted in all text."""
-    means = [score.by_position for score in scores if score.domain == "all" and score.text == "all"]
+    means = [score.by_position for score in scores if score.domain == ALL and score.text == "all"]
     return tuple(float(x) for x in np.mean(means, axis=0))
 
 

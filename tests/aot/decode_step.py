@@ -16,9 +16,10 @@ from jax import ShapeDtypeStruct as Shape
 from specjax import decode, llama
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
-from specjax.drafters import base
+from specjax.drafters import base, eagle
 from specjax.kernels import aot, dispatch
 from specjax.sampling import SamplingParams
+from specjax.train import init_head
 
 # A Llama-3 8B and a Llama-3 1B that have few layers; all layers are alike. No activation is as large as the smallest
 # weight, and no weight as large as the smallest pool.
@@ -26,6 +27,7 @@ TARGET = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=1433
                      num_kv_heads=8, head_dim=128)
 DRAFT = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=1, num_heads=32,
                     num_kv_heads=8, head_dim=64, tie_word_embeddings=True)
+HEAD = init_head.config(TARGET, taps=(0, 1))
 B, S, K = 4, 16384, 2  # the steps of a draft are alike, and each takes seconds to compile
 
 # name: drafter, way of verifying, whether rows have filters, kernels of ours in a round
@@ -33,6 +35,7 @@ PROGRAMS = {
     "plain": (None, "rejection", True, TARGET.num_layers + 1),
     "rejection": ("draft_model", "rejection", True, TARGET.num_layers + K * (DRAFT.num_layers + 1) + 2),
     "coupled": ("draft_model", "coupled", False, TARGET.num_layers + K * (DRAFT.num_layers + 1) + 1),
+    "eagle": ("eagle", "rejection", True, TARGET.num_layers + K * (1 + 1) + 2),
     "ngram": ("ngram", "rejection", False, 2 * TARGET.num_layers + 3),  # a round with guesses, and one without
 }
 
@@ -44,8 +47,8 @@ def main(folder: pathlib.Path) -> None:
         config, args, kernels = arguments(name)
         function = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
         params, draft_params, state = aot.abstract(args, mesh)
-        pools = [x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) == 4]
-        weights = [x for x in jax.tree.leaves((params, draft_params)) if len(x.shape) > 1]
+        pools = [x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) > 2]  # and a head's features
+        weights = [x for path, x in jax.tree.leaves_with_path((params, draft_params)) if "norm" not in path[-1].key]
         save(folder / name, function, (params, draft_params, config, state), jax.tree.leaves(state), pools, weights,
              start, kernels=kernels, filters=PROGRAMS[name][2], logits_bytes=logits_bytes(name))
     for name, (function, args, donate) in broken().items():
@@ -65,6 +68,9 @@ def arguments(name: str):
     if drafter == "draft_model":
         drafter = base.make(drafter, K, TARGET, DRAFT, implementation="mosaic_gpu")
         draft_params = llama.abstract_params(DRAFT, jnp.bfloat16)
+    elif drafter == "eagle":
+        drafter = base.make(drafter, K, TARGET, HEAD, implementation="mosaic_gpu")
+        draft_params = eagle.abstract_params(HEAD, jnp.bfloat16)
     elif drafter:
         drafter = base.make(drafter, K, TARGET)
     config = DecodeConfig(TARGET, drafter, verify=mode, implementation="mosaic_gpu")
@@ -83,7 +89,8 @@ def logits_bytes(name: str) -> int:
     their laws are needed after those."""
     drafter, mode, filters, _ = PROGRAMS[name]
     rows = (K + 1 if drafter else 1) * (3 if filters else 1)
-    return 4 * B * TARGET.vocab_size * (rows + (K if (drafter, mode) == ("draft_model", "rejection") else 0))
+    laws = K if drafter in ("draft_model", "eagle") and mode == "rejection" else 0
+    return 4 * B * TARGET.vocab_size * (rows + laws)
 
 
 def stack_logits(x_BD, weight_DV):
