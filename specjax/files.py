@@ -119,7 +119,7 @@ def check_claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> No
     for field, value in json.loads(json.dumps(identity)).items():
         if theirs.get(field) != value:
             raise SpecJAXError(f"{folder} was made with {field}={theirs.get(field)!r}, and here it is {value!r}: go on "
-                               "with the same flags, or choose another folder")
+                               "with the same flags and files, or choose another folder")
 
 
 def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:

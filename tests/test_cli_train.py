@@ -82,6 +82,20 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     assert np.abs(changed - draft.params["embed_VD"]).max() > 1e-3
 
 
+def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
+    paths = {name: tmp_path / f"{name}.txt" for name in ("data", "held_out")}
+    for path in paths.values():
+        path.write_text("hello world or " * 40)
+    arguments = ("train", f"--target={folder}", f"--output={tmp_path / 'run'}", *RUN,
+                 *(f"--{name}={path}" for name, path in paths.items()))
+    assert command(*arguments, "--max_minutes=0").code == 0
+    for name, field in (("held_out", "held_out_contents"), ("data", "contents")):
+        paths[name].write_text("hello world or " * 20 + "hello or world " + "hello world or " * 19)
+        check_refused(command(*arguments), f"was made with {field}=", "the same flags and files")
+        paths[name].write_text("hello world or " * 40)
+    assert command(*arguments).code == 0
+
+
 @pytest.mark.parametrize(("arguments", "parts"), [
     ([], ["nothing to train on", "--data", "--self_generate"]),
     (["--data={text}", "--taps=a"], ["--taps must be numbers of layers"]),
@@ -95,7 +109,7 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     (["--data={text}", "--patience=2"], ["--patience=2: nothing is evaluated without --held_out"]),
     (["--data={text}", "--held_out={text}", "--patience=2", "--eval_every=0"], ["--eval_every=0", "before the end"]),
     (["--data={rows}", "--num_slots=24"], ["--num_slots=24: rows of --data have another number of slots"]),
-    (["--data={prompts}"], ["prompts.jsonl, line 1: a prompt without 'completion'"]),
+    (["--data={prompts}"], ["prompts.jsonl, line 1: a prompt without a 'completion'"]),
     (["--data={rows}/rows.json"], ["rows.json: texts are in files named .txt or .jsonl"]),
     (["--data={text}", "--tensor_parallel=2", "--draft_tensor_parallel=2", "--drafter=draft_model", "--draft={odd}"],
      ["the draft cannot be split over 2 devices, which do not divide its 1 kv heads"]),
@@ -109,6 +123,7 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     (["--data={empty}"], ["there is no text to train on in", "empty.txt"]),
     (["--data={tmp}"], ["has no rows (*.safetensors, rows.json)"]),
     (["--data=nowhere.txt"], ["cannot read nowhere.txt"]),
+    (["--data=nowhere/rows"], ["cannot read nowhere/rows"]),
     (["--data={text}", "--draft={tmp}"], ["not the folder of a head"]),
     (["--data={text}", "--data_parallel=3", "--tensor_parallel=4"], ["takes 12 devices"]),
     (["--data={text}", "--data_parallel=4"], ["2 rows at a time", "cannot be split over data_parallel=4"]),

@@ -414,7 +414,8 @@ def test_texts_become_rows(tmp_path):
     ("{", "line 2: not JSON"), ("[1]", "line 2: must be a string, or an object"), ('{"text": 3}', "line 2: texts"),
     ('{"text": "a", "prompt": "b"}', "line 2: must be"), ('{"messages": [3]}', "line 2"),
     ('{"text": "1 2 3", "domain": 4}', "line 2: texts and the domain"),
-    ('{"prompt": "1 2"}', "line 2: a prompt without 'completion'"),
+    ('{"prompt": "1 2"}', "line 2: a prompt without a 'completion'"),
+    ('{"messages": []}', "line 2: the last of 'messages'"),
     ('{"messages": [{"role": "user", "content": "1"}]}', "line 2: the last of 'messages' must be the assistant's"),
 ])  # fmt: skip
 def test_lines_that_are_no_texts_are_named(tmp_path, line, message):
@@ -423,14 +424,15 @@ def test_lines_that_are_no_texts_are_named(tmp_path, line, message):
         data.read_texts([tmp_path / "a.jsonl"], Words(), 4)
 
 
-def test_a_checksum_is_of_what_is_learned():
+def test_a_checksum_is_of_what_the_rows_say():
     (shard,) = rows().shards
-    same, others = Dataset((dataclasses.replace(shard, domains=["c"] * 12),)), [rows(1), Dataset(())]
-    for name in ("tokens_RS", "length_R", "start_R"):
+    others = [rows(1), Dataset(()), Dataset((dataclasses.replace(shard, domains=["c"] * 12),))]
+    for name in ("tokens_RS", "length_R", "start_R", "temperature_R"):
         changed = getattr(shard, name).copy()
         changed.flat[5] += 1
         others.append(Dataset((dataclasses.replace(shard, **{name: changed}),)))
-    assert same.checksum == rows().checksum and len({x.checksum for x in (same, *others)}) == 6
+    same = Dataset((dataclasses.replace(shard, taps={0: np.ones((12, S, 2), np.float16)}),))
+    assert same.checksum == rows().checksum and len({x.checksum for x in (same, *others)}) == 8
 
 
 def test_nothing_to_train_on_is_refused(tmp_path):

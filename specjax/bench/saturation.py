@@ -42,7 +42,7 @@ def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str
             num_speculative_tokens: Sequence[int], max_new_tokens: int, temperature: float, repeats: int,
             common: dict[str, Any], on_point: Callable[[Point], None] | None = None) -> list[Point]:
     """Decodes all prompts at every batch size, in as many batches as that takes, each plainly and with each K in turn.
-    Where the last batch would not be full, prompts from all over the list are decoded twice.
+    Where the last batch would not be full, prompts from all over the list are decoded again.
 
     Args:
       target: the model.
@@ -50,7 +50,8 @@ def measure(target: Model, prompts: Sequence[tuple[int, ...]], drafter: dict[str
       drafter: "drafter", "draft" and "drafter_options" of `generation.generate`; another K in it does not matter.
       batch_sizes: to measure.
       num_speculative_tokens: the values of K.
-      max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that batches stay full.
+      max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that without drafts no
+        row ends early. With drafts rows end after different numbers of rounds, and a batch with the last of them.
       temperature: of all rows.
       repeats: of everything.
       common: "verify", "page_size" and "implementation" of `generation.generate`.

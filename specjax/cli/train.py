@@ -104,7 +104,8 @@ def main(argv: list[str]) -> None:
     evaluation = evaluate.Evaluation(objective, target.params, held_out) if FLAGS.held_out else None
     if prompts:
         prompts = _fitting(target, prompts)
-        cfg.check(len(rows) + len(prompts), mesh)
+        if not FLAGS.only_generate:
+            cfg.check(len(rows) + len(prompts), mesh)
         rows = data.Dataset((*rows.shards, *_continue(target, prompts, output / "rows", objective.taps)))
         if FLAGS.only_generate:
             return

@@ -108,9 +108,9 @@ def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slo
     """
     rows: list[tuple[list[int], int, str]] = []
     for path in map(pathlib.Path, paths):
-        if path.suffix not in (".txt", ".jsonl"):
+        if path.exists() and path.suffix not in (".txt", ".jsonl"):
             raise SpecJAXError(f"{path}: texts are in files named .txt or .jsonl")
-        if path.suffix == ".txt":
+        if path.suffix != ".jsonl":
             ids = tokenizer.encode(files.read_text(path))
             rows += [(ids[i : i + num_slots], 1, "") for i in range(0, len(ids), num_slots)]
             continue
@@ -138,12 +138,12 @@ def _row(value: Any, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[
     if not isinstance(domain, str):
         raise SpecJAXError(f"{where}: texts and the domain must be strings")
     if kinds == ["prompt"] and not fields.get("completion"):
-        raise SpecJAXError(f"{where}: a prompt without 'completion' (prompts alone are for --self_generate)")
+        raise SpecJAXError(f"{where}: a prompt without a 'completion' (prompts alone are for --self_generate)")
     with files.parsing(where):
         if kinds == ["messages"]:
-            *prompt, last = fields["messages"]
-            if last["role"] != "assistant":
+            if not fields["messages"] or fields["messages"][-1]["role"] != "assistant":
                 raise SpecJAXError("the last of 'messages' must be the assistant's")
+            prompt = fields["messages"][:-1]
             start = len(tokenizer.apply_chat_template(prompt)) if prompt else 1
             ids = tokenizer.apply_chat_template(fields["messages"], add_generation_prompt=False)
         else:
@@ -182,11 +182,12 @@ class Dataset:
 
     @property
     def checksum(self) -> int:
-        """Of tokens, lengths and prompts."""
+        """Of everything but the residual streams."""
         crc = 0
         for rows in self.shards:
-            for array in (rows.tokens_RS, rows.length_R, rows.start_R):
+            for array in (rows.tokens_RS, rows.length_R, rows.start_R, rows.temperature_R):
                 crc = zlib.crc32(np.ascontiguousarray(array), crc)
+            crc = zlib.crc32(json.dumps(list(rows.domains)).encode(), crc)
         return crc
 
     def fields(self, name: str) -> np.ndarray:
