@@ -33,7 +33,7 @@ from specjax.config import LlamaConfig
 from specjax.drafters.base import Context, Draft, Drafter, Draw, Prefill
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
-from specjax.kernels.verify import Law
+from specjax.kernels.verify import Law, usable
 from specjax.kv_cache import PagedKVCache
 from specjax.sampling import SamplingParams, Stream
 from specjax.sharding import DATA, MODEL_AXES, split_over
@@ -91,6 +91,7 @@ class DecodeState:
       max_length_B: int32, at this length a row is done.
       eos_BE: int32, tokens that end a row; -1 fills up.
       active_B: bool, rows that still generate.
+      failed_B: bool, rows that ended because the target's logits at position `length_B` were NaN, or all -inf.
       sampling: per-row temperature, filters and seed.
       cache: the target's keys and values.
       drafter: the drafter's own state.
@@ -98,6 +99,7 @@ class DecodeState:
       drafted_BS: int32, for each of these rounds the number of drafts that the target checked,
       accepted_BS: of those that were emitted,
       emitted_BS: and of all tokens that were emitted: its sum is `length_B - prompt_length_B`.
+      unusable_drafts_B: int32, drafts whose own logits were NaN, or all -inf. None of them is accepted by `rejection`.
     """
 
     tokens_BS: jax.Array
@@ -106,6 +108,7 @@ class DecodeState:
     max_length_B: jax.Array
     eos_BE: jax.Array
     active_B: jax.Array
+    failed_B: jax.Array
     sampling: SamplingParams
     cache: PagedKVCache
     drafter: Any
@@ -113,6 +116,7 @@ class DecodeState:
     drafted_BS: jax.Array
     accepted_BS: jax.Array
     emitted_BS: jax.Array
+    unusable_drafts_B: jax.Array
 
     def context(self, params) -> Context:
         """What drafters may see, the target's parameters among it."""
@@ -173,9 +177,10 @@ def _init(params, drafter_params, cfg: DecodeConfig, tokens_BS, prompt_length_B,
     return DecodeState(
         tokens_BS=tokens_BS, length_B=prompt_length_B, prompt_length_B=jnp.copy(prompt_length_B),
         max_length_B=max_length_B, eos_BE=eos_BE, active_B=prompt_length_B < max_length_B,
+        failed_B=jnp.zeros(B, bool),
         sampling=sampling, cache=cache, drafter=drafter_state,
         rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS(), accepted_BS=no_rounds_BS(),
-        emitted_BS=no_rounds_BS(),
+        emitted_BS=no_rounds_BS(), unusable_drafts_B=jnp.zeros(B, jnp.int32),
     )  # fmt: skip
 
 
@@ -258,13 +263,14 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
                           axis_name=split_over(logits_BTV.shape[2], cfg.target.vocab_size, "target") or None,
                           implementation=cfg.implementation)
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
-        return output.cache, Verified(pad(verified.tokens_BT), verified.accepted_B), tuple(map(pad, output.taps))
+        verified = Verified(pad(verified.tokens_BT), verified.accepted_B, pad(verified.usable_BT))
+        return output.cache, verified, tuple(map(pad, output.taps))
 
     if always_drafts:
         cache, verified, taps_BTD = check(K, cache)
     else:
         # A drafter with nothing to say must cost nothing.
-        none = Verified(jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32))
+        none = Verified(jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros((B, K + 1), bool))
         no_taps = tuple(jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype) for _ in taps)
         has_drafts = jnp.any(count_B > 0)
         checked = kv_cache.when(has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_taps))
@@ -276,27 +282,36 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
     is_eos_BT &= index_T <= verified.accepted_B[:, None]
     stopped_B = is_eos_BT.any(axis=1)
     emitted_B = jnp.where(stopped_B, jnp.argmax(is_eos_BT, axis=1), verified.accepted_B) + 1
+    # What is not a number ends a row in front of it.
+    failed_BT = ~verified.usable_BT & (index_T < emitted_B[:, None])
+    failed_B = state.active_B & failed_BT.any(axis=1)
+    emitted_B = jnp.where(failed_B, jnp.argmax(failed_BT, axis=1), emitted_B)
     emitted_B = jnp.where(state.active_B, emitted_B, 0)
 
     row_B1 = jnp.arange(B)[:, None]
     place_BT = jnp.where(index_T < emitted_B[:, None], state.length_B[:, None] + index_T, S)
     length_B = state.length_B + emitted_B
-    active_B = state.active_B & ~stopped_B & (length_B < state.max_length_B)
+    active_B = state.active_B & ~stopped_B & ~failed_B & (length_B < state.max_length_B)
     round_B1 = jnp.where(state.active_B, state.rounds_B, S)[:, None]
 
     def log(table_BS, value_B):
         return table_BS.at[row_B1, round_B1].set(value_B[:, None], mode="drop")
 
     accepted_B = jnp.minimum(verified.accepted_B, emitted_B)
+    unusable_drafts_B = state.unusable_drafts_B
+    for k, law in enumerate(draft.law or ()):
+        unusable_drafts_B += (k < count_B) & ~usable(law.largest_BT)
     state = state.replace(
         tokens_BS=state.tokens_BS.at[row_B1, place_BT].set(verified.tokens_BT, mode="drop"),
         length_B=length_B,
         active_B=active_B,
+        failed_B=state.failed_B | failed_B,
         cache=kv_cache.release(cache, ~active_B),
         rounds_B=state.rounds_B + state.active_B,
         drafted_BS=log(state.drafted_BS, count_B),
         accepted_BS=log(state.accepted_BS, accepted_B),
         emitted_BS=log(state.emitted_BS, emitted_B),
+        unusable_drafts_B=unusable_drafts_B,
     )
     if cfg.drafter:
         drafter_state = cfg.drafter.update(drafter_params, drafter_state, state.context(params), verified, taps_BTD)

@@ -41,6 +41,8 @@ class Completion:
       drafted: for each round, the number of drafts that the target checked.
       accepted: for each round, the number of them that were emitted.
       emitted: for each round, the number of tokens that were emitted; adds up to `len(tokens)`.
+      unusable_drafts: drafts that the drafter made of logits that were NaN, or all -inf; they cost time, and change
+        nothing else.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -50,6 +52,7 @@ class Completion:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
+    unusable_drafts: int = 0
 
     @property
     def from_draft(self) -> list[bool]:
@@ -326,6 +329,9 @@ def _report(state: decode.DecodeState, reported_B: np.ndarray, on_tokens: OnToke
 
 def _completions(state: decode.DecodeState, target: Model, batch_size: int) -> tuple[Completion, ...]:
     state = sharding.get(state.replace(cache=None, drafter=None))
+    for b in np.flatnonzero(state.failed_B[:batch_size]):
+        raise SpecJAXError(f"prompt {b}: the target's logits at position {state.length_B[b]} are NaN or all -inf: its "
+                           "weights are damaged, or too large for the dtype")
     completions = []
     for b in range(batch_size):
         prompt, end, rounds = state.prompt_length_B[b], state.length_B[b], state.rounds_B[b]
@@ -335,5 +341,6 @@ def _completions(state: decode.DecodeState, target: Model, batch_size: int) -> t
         completions.append(Completion(
             tuple(state.tokens_BS[b, :prompt].tolist()), tokens,
             target.tokenizer.decode(tokens) if target.tokenizer else None,
-            "stop" if tokens[-1] in state.eos_BE[b] else "length", *logs))  # fmt: skip
+            "stop" if tokens[-1] in state.eos_BE[b] else "length", *logs,
+            unusable_drafts=int(state.unusable_drafts_B[b])))  # fmt: skip
     return tuple(completions)

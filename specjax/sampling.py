@@ -15,7 +15,7 @@ from flax import struct
 
 from specjax.kernels import verify as verify_kernels
 from specjax.kernels.verify import AxisName, Law
-from specjax.kernels.verify.partial import inverse
+from specjax.kernels.verify.partial import finite, inverse
 
 
 class Stream(enum.IntEnum):
@@ -91,7 +91,7 @@ def thresholds(logits_BTV: jax.Array, sampling: SamplingParams, num_valid: int |
         return None
     V = logits_BTV.shape[-1]
     num_shards, shard = (jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)) if axis_name else (1, 0)
-    logits_BTV = logits_BTV.astype(jnp.float32)
+    logits_BTV = finite(logits_BTV)
     if num_valid is not None:
         logits_BTV = jnp.where(jnp.arange(V) + shard * V < num_valid, logits_BTV, -jnp.inf)
     largest_BT = logits_BTV.max(axis=-1)

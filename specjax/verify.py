@@ -33,10 +33,13 @@ class Verified(NamedTuple):
     Attributes:
       tokens_BT: int32 `[B, T]`, accepted drafts, then one token of the target's own; what follows means nothing.
       accepted_B: int32 `[B]`, number of accepted drafts.
+      usable_BT: bool `[B, T]`, whether the target's logits were numbers, of which a token can be drawn. Where they were
+        not, the token means nothing.
     """
 
     tokens_BT: jax.Array
     accepted_B: jax.Array
+    usable_BT: jax.Array
 
 
 def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.Array, draft_law: tuple[Law, ...] | None,
@@ -60,12 +63,14 @@ def verify(mode: str, logits_BTV: jax.Array, draft_BK: jax.Array, count_B: jax.A
     position_BT = position_B[:, None] + jnp.arange(T)
     # Without drafts or temperature there is nothing that could be rejected by chance.
     if mode == "coupled" or T == 1 or sampling.temperature_B is None:
-        tokens_BT, _ = sampling_lib.draw(logits_BTV, sampling, position_BT, Stream.TARGET, **options)
-        return Verified(tokens_BT, verify_kernels.leading(tokens_BT[:, :-1] == draft_BK, count_B))
+        tokens_BT, law = sampling_lib.draw(logits_BTV, sampling, position_BT, Stream.TARGET, **options)
+        accepted_B = verify_kernels.leading(tokens_BT[:, :-1] == draft_BK, count_B)
+        return Verified(tokens_BT, accepted_B, verify_kernels.usable(law.largest_BT))
     likeliest_BT, law = sampling_lib.draw(logits_BTV, sampling, None, None, **options)
     u_BK = sampling_lib.uniform(sampling, position_BT[:, :-1], Stream.ACCEPT)
     key_BT2 = sampling_lib.keys(sampling, position_BT, Stream.TARGET)
     accepted_B, own_B = verify_kernels.reject(law, likeliest_BT, draft_BK, count_B, draft_law, sampling.temperature_B,
                                               u_BK, key_BT2, **options)
     drafts_BT = jnp.pad(draft_BK, ((0, 0), (0, 1)))
-    return Verified(jnp.where(jnp.arange(T) < accepted_B[:, None], drafts_BT, own_B[:, None]), accepted_B)
+    tokens_BT = jnp.where(jnp.arange(T) < accepted_B[:, None], drafts_BT, own_B[:, None])
+    return Verified(tokens_BT, accepted_B, verify_kernels.usable(law.largest_BT))

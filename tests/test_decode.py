@@ -328,6 +328,57 @@ def test_ids_beyond_the_valid_ones_are_never_emitted(drafter):
         assert got.emitted[::3] == plain.emitted[::3]
 
 
+# --- Logits that are not numbers ------------------------------------------------------------------------------------
+
+
+def damaged(model, name, value):
+    return Model(model.config, {**model.params, name: model.params[name].at[3].set(value)})
+
+
+@pytest.mark.parametrize("mode", ["rejection", "coupled"])
+@pytest.mark.parametrize(("name", "value"), [("final_norm_D", jnp.nan), ("lm_head_VD", jnp.nan), ("embed_VD", jnp.inf)])
+def test_a_drafter_whose_logits_are_not_numbers_leaves_the_plain_text(sampled, mode, name, value):
+    """A rejected draft without a law is replaced by a token of the target's law: with the same noise, the plain one."""
+    drafter, params = make_drafter("draft_model", 3, TARGET, damaged(DRAFT, name, value))
+    got = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, verify=mode, **SAMPLING)
+    drafted_B = np.asarray(got.state.drafted_BS).sum(axis=1)
+    if name == "embed_VD":  # only texts that have had the token
+        assert 0 < int(got.state.unusable_drafts_B.sum()) < drafted_B.sum()
+    else:
+        np.testing.assert_array_equal(got.state.unusable_drafts_B, drafted_B)
+    if mode == "coupled" or name != "embed_VD":
+        assert got.emitted == sampled.emitted
+    assert not got.state.failed_B.any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_a_row_ends_where_the_targets_logits_are_not_numbers(drafter, temperature):
+    """One token's embedding is NaN: a row ends behind its first, and the others do not see it. (With a draft model it may
+    end sooner: 0 times NaN is NaN, and the value of a draft that is not taken is multiplied by a weight of 0.)"""
+    prompts = [[token for token in prompt if token != 3] or [1] for prompt in PROMPTS]
+    options = dict(max_new=24, temperature=temperature, seed=list(range(B)))
+    healthy = run(TARGET, prompts, **options)
+    expected = [until_eos(emitted, [3]) for emitted in healthy.emitted]
+    ends = [len(emitted) < 24 for emitted in expected]
+    assert any(ends) and not all(ends)
+    target = damaged(TARGET, "embed_VD", jnp.nan)
+    K_drafter, params = (None, None) if drafter == "none" else make_drafter(drafter, 3, target, DRAFT)
+    got = run(target, prompts, drafter=K_drafter, draft_params=params, verify="coupled", **options)
+    assert got.emitted == expected
+    assert got.state.failed_B.tolist() == ends
+    np.testing.assert_array_equal(got.state.emitted_BS.sum(axis=1), [len(emitted) for emitted in expected])
+
+
+@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
+def test_a_target_that_can_emit_nothing_fails_at_once(value):
+    target = Model(TARGET.config, {**TARGET.params, "lm_head_VD": jnp.full_like(TARGET.params["lm_head_VD"], value)})
+    if value == -jnp.inf:  # of hidden states of either sign
+        target.params["final_norm_D"] = jnp.zeros(16)
+    got = run(target, PROMPTS, max_new=MAX_NEW, **SAMPLING)
+    assert got.emitted == [[]] * B and got.state.failed_B.all() and not got.state.active_B.any()
+
+
 # --- Streams --------------------------------------------------------------------------------------------------------
 
 

@@ -408,3 +408,19 @@ def test_kernels_that_cannot_run_a_model_are_refused_with_the_reason(target, opt
 def test_parameters_of_a_drafter_are_not_its_options(target, option):
     with pytest.raises(SpecJAXError, match=f"has no option '{option}'"):
         specjax.generate(target, "ngram", [[1, 2]], drafter_options={option: 1})
+
+
+def test_a_target_whose_logits_are_not_numbers_is_an_error_that_says_where(target):
+    embed_VD = target.params["embed_VD"].at[97].set(jnp.nan)
+    damaged = dataclasses.replace(target, params={**target.params, "embed_VD": embed_VD})
+    with pytest.raises(SpecJAXError, match="prompt 1: the target's logits at position 3 are NaN or all -inf"):
+        specjax.generate(damaged, "none", [[5, 9, 7], [5, 97, 7]], max_new_tokens=4)
+
+
+def test_drafts_of_a_damaged_draft_model_are_counted_and_change_nothing(target, draft, plain):
+    embed_VD = draft.params["embed_VD"].at[:].set(jnp.nan)
+    damaged = dataclasses.replace(draft, params={**draft.params, "embed_VD": embed_VD})
+    result = specjax.generate(target, **DRAFT_MODEL, prompts=PROMPTS, draft=damaged, max_new_tokens=12)
+    assert tokens(result) == [ids[:12] for ids in tokens(plain)]
+    for completion in result.completions:
+        assert completion.unusable_drafts == sum(completion.drafted) > 0

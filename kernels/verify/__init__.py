@@ -2,5 +2,6 @@
 
 from specjax.kernels.verify.api import AxisName, Law, draw, leading, reject
 from specjax.kernels.verify.noise import uniform
+from specjax.kernels.verify.partial import usable
 
-__all__ = ["AxisName", "Law", "draw", "leading", "reject", "uniform"]
+__all__ = ["AxisName", "Law", "draw", "leading", "reject", "uniform", "usable"]

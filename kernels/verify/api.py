@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels import dispatch
-from specjax.kernels.verify.partial import MASKED, Scan, finite, inverse, join_races, join_scans
+from specjax.kernels.verify.partial import MASKED, Scan, finite, inverse, join_races, join_scans, usable
 
 NO_LIMIT = 2**31 - 1
 
@@ -28,7 +28,7 @@ class Law(NamedTuple):
     Attributes:
       logits_BTV: float32, bfloat16 or float16; with shards, this one's.
       threshold_BT: float32, the least logit that may be drawn.
-      largest_BT: float32, the largest logit of the whole vocabulary.
+      largest_BT: float32, the largest logit of the whole vocabulary that may be drawn, see `usable`.
       total_BT: float32, sum over the whole vocabulary of exp((logit - largest) / temperature), from the threshold on;
         None without temperature.
     """
@@ -85,8 +85,9 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
            implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Speculative rejection sampling (Leviathan et al. 2023, algorithm 1) of a chain of K >= 1 drafts.
 
-    Draft d is accepted if u q(d) < p(d). The first that is not is replaced by a draw from max(p - q, 0); after the
-    last, a token is drawn from the target's own law.
+    Draft d is accepted if u q(d) < p(d) and q(d) is a positive finite number, which is false only for a draft that
+    was not drawn from q, such as one of logits that are NaN. The first that is not is replaced by a draw from max(p - q, 0), or
+    from p where its q is no such number; after the last, a token is drawn from the target's own law.
 
     Args:
       law: the target's laws p after the pending token and after each draft, T = K + 1 of them, and
@@ -121,20 +122,23 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
 
     chain = jax.tree.map(lambda x_BT: x_BT[:, :K], law)
     p_BK = jnp.where(greedy_B[:, None], draft_BK == likeliest_BT[:, :K], probability(chain, draft_BK))
-    q_BK = 1.0
+    q_BK, drawn_BK = jnp.ones(draft_BK.shape), True
     if draft_law is not None:
         q_BK = jnp.concatenate([probability(jax.tree.map(lambda x: x[:, None], q), draft_BK[:, k : k + 1])
                                 for k, q in enumerate(draft_law)], axis=1)  # fmt: skip
         q_BK = jnp.where(greedy_B[:, None], 1, q_BK)
+        drawn_BK = jnp.stack([usable(q.largest_BT) for q in draft_law], axis=1)
     # As a product, so that u = 0 accepts whatever the target can emit, and nothing else.
-    accepted_B = leading(u_BK * q_BK < p_BK, count_B)
+    drawn_BK &= (q_BK > 0) & (q_BK < jnp.inf)
+    accepted_B = leading(drawn_BK & (u_BK * q_BK < p_BK), count_B)
 
     def at(x_BTx, index_B):
         return jnp.take_along_axis(x_BTx, index_B.reshape(-1, *[1] * (x_BTx.ndim - 1)), axis=1)[:, 0]
 
-    q = at(draft_BK, jnp.minimum(accepted_B, K - 1)) if draft_law is None else draft_law
+    rejected_B = jnp.minimum(accepted_B, K - 1)
+    q = at(draft_BK, rejected_B) if draft_law is None else draft_law
     parts = _passes(implementation).residual(
-        law, q, accepted_B, accepted_B < count_B, temperature_B, at(key_BT2, accepted_B), first_token, num_valid)
+        law, q, accepted_B, (accepted_B < count_B) & at(drawn_BK, rejected_B), temperature_B, at(key_BT2, accepted_B), first_token, num_valid)
     race = join_races(parts)
     if axis_name:
         race = join_races(_gather(race, axis_name))

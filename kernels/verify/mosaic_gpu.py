@@ -34,7 +34,7 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
         tile, row = lax.axis_index("tile"), lax.axis_index("row")
         place, token, inside = tiles.place(tile, first_ref[0], num_valid)
         x = finite(tiles.load(x_ref, (row,), place))
-        kept = inside & (x >= threshold_ref[row])
+        kept = inside & ~(x < threshold_ref[row])  # see `xla.scan`
         x = jnp.where(kept, x, MASKED)
         largest = jnp.max(x)
         value, out = x, [largest]
@@ -97,7 +97,7 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
             other = jnp.where(token == guess_ref[b], 1.0, 0.0)
             if drafts:
                 other = dense(tiles.load(staged, (), 0), draft_ref)
-            rest = jnp.maximum(law - other * subtract_ref[b], 0.0)
+            rest = jnp.maximum(law - jnp.where(subtract_ref[b] > 0.0, other, 0.0), 0.0)  # 0 * NaN is NaN
             noise = exponential(key_ref[b, 0], key_ref[b, 1], token)
             out = [jnp.sum(jnp.where(inside, rest, 0.0)), *_best(rest / noise, token), *_best(law / noise, token)]
             for ref, number in zip(out_refs, out, strict=True):

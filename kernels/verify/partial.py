@@ -23,11 +23,16 @@ def inverse(temperature):
     return jnp.minimum(1.0 / jnp.where(temperature == 0.0, 1.0, temperature), 1e38)
 
 
+def usable(largest):
+    """Whether a token can be drawn from logits with this `Scan.largest`: none was NaN, and one was above -inf."""
+    return largest > MASKED
+
+
 class Scan(NamedTuple):
     """Of one row of logits.
 
     Attributes:
-      largest: the largest logit that may be drawn.
+      largest: the largest logit that may be drawn; NaN where a logit that may be drawn is NaN.
       total: sum of the weights exp((logit - largest) / temperature); None without temperature.
       best: the largest value: of the race, weight / noise, where there is noise, and else of the logits.
       token: int32, the first token that has it.

@@ -25,7 +25,8 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
     """
     token_V = jnp.arange(logits_RV.shape[1], dtype=jnp.int32) + first_token
     x_RV = finite(logits_RV)
-    kept_RV = (x_RV >= threshold_R[:, None]) & (token_V < num_valid)
+    # Not `>=`: NaN is kept, so that the largest says that there was one.
+    kept_RV = ~(x_RV < threshold_R[:, None]) & (token_V < num_valid)
     x_RV = jnp.where(kept_RV, x_RV, MASKED)
     largest_R1 = x_RV.max(axis=-1, keepdims=True)
     total_R1, value_RV = None, x_RV

@@ -72,6 +72,9 @@ def main(argv: list[str]) -> int:
         plain = generation.generate(target, "none", prompts, **common.decoding_arguments(), **options)
         runs = {"plain": [plain], **runs}
     k = drafter["num_speculative_tokens"] or 0
+    if unusable := sum(completion.unusable_drafts for completion in result.completions):
+        print(f"Warning: the drafter's logits were NaN, or all -inf, for {unusable} drafts: its weights are damaged, or too "
+              "large for the dtype. The text is the target's all the same.")
     console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, {"speculative": k}))
     return _report_comparison(runs, options["temperature"]) if FLAGS.compare else 0
 

@@ -446,17 +446,38 @@ class TestLaw:
         np.testing.assert_allclose(threshold_D1[:, 0] @ q_V, np.minimum(p_V, q_V).sum(), atol=1e-6)
 
     def test_both_ends_of_the_uniform(self):
-        """u = 0 accepts whatever the target can emit and nothing else; no u that occurs rejects where p exceeds q."""
+        """u = 0 accepts whatever both can emit and nothing else."""
         law_BTV = np.tile(np.float32([0, 1e-30, 0.25, 0.75]), (4, 2, 1))
         q_BKV = np.tile(np.float32([0.5, 0.5, 0, 0]), (4, 1, 1))
         draft_BK, count_B = np.array([[0], [1], [2], [3]], np.int32), np.ones(4, np.int32)
-        for q, u, accepted in [(q_BKV, 0.0, [0, 1, 1, 1]), (None, 0.0, [0, 1, 1, 1]), (q_BKV, LAST, [0, 0, 1, 1]),
+        for q, u, accepted in [(q_BKV, 0.0, [0, 1, 0, 0]), (None, 0.0, [0, 1, 1, 1]), (q_BKV, LAST, [0, 0, 0, 0]),
                                (None, LAST, [0, 0, 0, 0])]:
             case = Acceptance(product("xla"), law_BTV, draft_BK, count_B, q)
             assert case.accepted(np.full((4, 1), u, np.float32)).tolist() == accepted
         certain_BTV = np.tile(np.eye(4, dtype=np.float32)[2], (1, 2, 1))
         certain = Acceptance(product("xla"), certain_BTV, np.array([[2]]), np.array([1]), None)
         assert certain.accepted(np.full((1, 1), LAST)).tolist() == [1]
+
+    @pytest.mark.parametrize("q_V", [[np.nan] * 4, [0, 0, 0, 0], [0.5, 0.5, np.nan, 0], [np.inf, 0.1, 0.1, 0.1]])
+    def test_a_draft_that_has_no_probability_is_rejected_and_leaves_the_targets_law(self, passes, q_V):
+        """Whatever the drafter's logits are: those of token 3 make no probability, and so the target's law must come."""
+        p_V = np.float32([0.1, 0.2, 0.3, 0.4])
+        case = Acceptance(passes, np.tile(p_V, (1, 2, 1)), np.array([[3]], np.int32), np.array([1], np.int32),
+                          np.float32([[q_V]]))
+        if q_V[0] == np.inf:  # in logits one token is certain
+            assert float(case.q[0].total_BT[0]) == 1
+        for u in (0.0, 0.5, LAST):
+            assert case.accepted(np.full((1, 1), u, np.float32)).tolist() == [0]
+        # Which of these distributions is subtracted is decided in `reject`: what it emits is counted.
+        key_DT2 = np.arange(2 * 4096, dtype=np.int32).reshape(4096, 1, 2).repeat(2, axis=1)
+
+        def tiled(law):
+            return jax.tree.map(lambda x: jnp.repeat(x, 4096, axis=0), law)
+
+        _, token_D = passes.reject(tiled(case.p), tiled(case.likeliest_DT), jnp.full((4096, 1), 3, jnp.int32),
+                                   jnp.ones(4096, jnp.int32), tiled(case.q), jnp.ones(4096), jnp.zeros((4096, 1)), key_DT2)
+        own_D1, _ = passes.draw(jnp.log(jnp.tile(p_V, (4096, 1, 1))), jnp.ones(4096), None, key_DT2[:, :1])
+        np.testing.assert_array_equal(token_D, own_D1[:, 0])
 
     def test_a_guess_outside_the_vocabulary_is_rejected_and_leaves_the_targets_law(self):
         """A prompt may hold ids that the target must not emit, and prompt lookup repeats them."""
