@@ -421,6 +421,6 @@ def test_drafts_of_a_damaged_draft_model_are_counted_and_change_nothing(target, 
     embed_VD = draft.params["embed_VD"].at[:].set(jnp.nan)
     damaged = dataclasses.replace(draft, params={**draft.params, "embed_VD": embed_VD})
     result = specjax.generate(target, **DRAFT_MODEL, prompts=PROMPTS, draft=damaged, max_new_tokens=12)
-    assert tokens(result) == [ids[:12] for ids in tokens(plain)]
+    assert tokens(result) == [c.tokens[:12] for c in plain]
     for completion in result.completions:
         assert completion.unusable_drafts == sum(completion.drafted) > 0
