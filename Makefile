@@ -35,6 +35,7 @@ aot-full: $(AOT)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 clean:
 	rm -rf $(VENV) $(CACHE)

@@ -1,1 +1,2 @@
-"""Checkpoint formats: Hugging Face safetensors folders and GGUF files on one side, our Orbax folder on the other."""
+"""Checkpoint formats: Hugging Face safetensors folders and GGUF files on one side, our Orbax folder
+on the other."""

@@ -1,4 +1,5 @@
-"""The one table that ties the names of Hugging Face Llama tensors to our fused parameters, for both directions."""
+"""The one table that ties the names of Hugging Face Llama tensors to our fused parameters, for both
+directions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
 from specjax.tokenizer import Tokenizer
 
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 
 Path = tuple[str | int, ...]
 Index = tuple[slice, ...]
@@ -24,7 +29,8 @@ Array = np.ndarray | jax.Array
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of a tensor. `dtype` is a key of DTYPES, or else the file's own name for it."""
+    """What a header says of a tensor. `dtype` is a key of DTYPES, or else the file's own name for
+    it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,7 +38,8 @@ class TensorInfo(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Named tensors of a file or folder, under their Hugging Face names; nothing is read before `read`."""
+    """Named tensors of a file or folder, under their Hugging Face names; nothing is read before
+    `read`."""
 
     tensors: dict[str, TensorInfo]
 
@@ -47,9 +54,10 @@ class Opened(NamedTuple):
     Attributes:
       config: the model.
       dtype: key of DTYPES: what `parameters` should be read as to lose nothing.
-      parameters: (dtype, shardings) -> iterator over (path in `llama.abstract_params`, array). With a tree of shardings
-        like that of the parameters these are `jax.Array`s, of which this process reads its own shards; without,
-        they are numpy's and whole. No more than a parameter, or a layer, is in host memory beside them.
+      parameters: (dtype, shardings) -> iterator over (path in `llama.abstract_params`, array). With
+        a tree of shardings like that of the parameters these are `jax.Array`s, of which this
+        process reads its own shards; without, they are numpy's and whole. No more than a parameter,
+        or a layer, is in host memory beside them.
       tokenizer: None where the source has none.
       eos_ids: every id that ends a sequence.
     """
@@ -62,7 +70,8 @@ class Opened(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A Hugging Face tensor: its name and shape there, and the shape of its block in our fused parameter."""
+    """A Hugging Face tensor: its name and shape there, and the shape of its block in our fused
+    parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -101,7 +110,8 @@ class Parameter(NamedTuple):
         return tuple(sizes)
 
     def fuse(self, read: Callable[[str, Index], np.ndarray], index: Index) -> np.ndarray:
-        """The slice `index` of our parameter, of slices that `read` gives of tensors in their Hugging Face shapes."""
+        """The slice `index` of our parameter, of slices that `read` gives of tensors in their
+        Hugging Face shapes."""
         assert len(self.parts) == 1 or index[self.axis] == slice(None), (self, index)
         cuts = [(part.name, *part.cut(index)) for part in self.parts]
         blocks = [read(name, theirs).reshape(sizes) for name, theirs, sizes in cuts]
@@ -115,30 +125,59 @@ class Parameter(NamedTuple):
 
 
 def parameters(cfg: LlamaConfig) -> list[Parameter]:
-    """Every parameter of `llama.abstract_params(cfg)`, in the order in which checkpoints are read and written."""
-    V, D, F, H, N = cfg.vocab_size, cfg.hidden_size, cfg.intermediate_size, cfg.head_dim, cfg.num_heads
+    """Every parameter of `llama.abstract_params(cfg)`, in the order in which checkpoints are read
+    and written."""
+    V, D, F, H, N = (
+        cfg.vocab_size,
+        cfg.hidden_size,
+        cfg.intermediate_size,
+        cfg.head_dim,
+        cfg.num_heads,
+    )
     NKV, G = cfg.num_kv_heads, cfg.group_size
 
-    def plain(path: Path, name: str, shape: tuple[int, ...], block: tuple[int, ...] | None = None) -> Parameter:
+    def plain(
+        path: Path, name: str, shape: tuple[int, ...], block: tuple[int, ...] | None = None
+    ) -> Parameter:
         return Parameter(path, 0, (Part(name, shape, block or shape),))
 
     def qkv(path: Path, prefix: str, suffix: str, *tail: int) -> Parameter:
         parts = (("q", N, G), ("k", NKV, 1), ("v", NKV, 1))
-        return Parameter(path, 1, tuple(
-            Part(f"{prefix}.{letter}_proj.{suffix}", (heads * H, *tail), (NKV, group, H, *tail))
-            for letter, heads, group in parts))
+        return Parameter(
+            path,
+            1,
+            tuple(
+                Part(f"{prefix}.{letter}_proj.{suffix}", (heads * H, *tail), (NKV, group, H, *tail))
+                for letter, heads, group in parts
+            ),
+        )
 
     def gate_up(path: Path, prefix: str, suffix: str, *tail: int) -> Parameter:
-        return Parameter(path, 0, tuple(Part(f"{prefix}.{half}_proj.{suffix}", (F, *tail), (1, F, *tail))
-                                        for half in ("gate", "up")))
+        return Parameter(
+            path,
+            0,
+            tuple(
+                Part(f"{prefix}.{half}_proj.{suffix}", (F, *tail), (1, F, *tail))
+                for half in ("gate", "up")
+            ),
+        )
 
     table = [plain(("embed_VD",), "model.embed_tokens.weight", (V, D))]
     for i in range(cfg.num_layers):
-        layer, attention, mlp = f"model.layers.{i}", ("layers", i, "attention"), ("layers", i, "mlp")
+        layer, attention, mlp = (
+            f"model.layers.{i}",
+            ("layers", i, "attention"),
+            ("layers", i, "mlp"),
+        )
         table += [
             plain((*attention, "norm_D"), f"{layer}.input_layernorm.weight", (D,)),
             qkv((*attention, "qkv_KGHD"), f"{layer}.self_attn", "weight", D),
-            plain((*attention, "out_DKGH"), f"{layer}.self_attn.o_proj.weight", (D, N * H), (D, NKV, G, H)),
+            plain(
+                (*attention, "out_DKGH"),
+                f"{layer}.self_attn.o_proj.weight",
+                (D, N * H),
+                (D, NKV, G, H),
+            ),
         ]
         if cfg.attention_bias:
             table += [
@@ -162,9 +201,11 @@ def parameters(cfg: LlamaConfig) -> list[Parameter]:
 
 
 def check(source: TensorSource, cfg: LlamaConfig, where: object) -> None:
-    """Compares every name, shape and dtype of the headers with the table; raises SpecJAXError naming the first fault.
+    """Compares every name, shape and dtype of the headers with the table; raises SpecJAXError
+    naming the first fault.
 
-    The one tensor that a tied model may carry beyond the table is an `lm_head.weight` equal to the embedding.
+    The one tensor that a tied model may carry beyond the table is an `lm_head.weight` equal to the
+    embedding.
     """
     expected = {part.name: part.shape for parameter in parameters(cfg) for part in parameter.parts}
     for name in expected:
@@ -175,30 +216,49 @@ def check(source: TensorSource, cfg: LlamaConfig, where: object) -> None:
     for name, info in source.tensors.items():
         shape = expected[embedding] if tied_copy and name == head else expected.get(name)
         if shape is None:
-            raise SpecJAXError(f"{info.where}: tensor {source.own_name(name)} is not part of this model (surplus)")
+            raise SpecJAXError(
+                f"{info.where}: tensor {source.own_name(name)} is not part of this model (surplus)"
+            )
         if info.shape != shape:
-            raise SpecJAXError(f"{info.where}: tensor {source.own_name(name)} has shape {list(info.shape)}, "
-                               f"the configuration requires {list(shape)}")
+            raise SpecJAXError(
+                f"{info.where}: tensor {source.own_name(name)} has shape {list(info.shape)}, "
+                f"the configuration requires {list(shape)}"
+            )
         if info.dtype not in DTYPES:
-            raise SpecJAXError(f"{info.where}: tensor {source.own_name(name)} is stored as {info.dtype}; "
-                               f"supported: {', '.join(DTYPES)}")
+            raise SpecJAXError(
+                f"{info.where}: tensor {source.own_name(name)} is stored as {info.dtype}; "
+                f"supported: {', '.join(DTYPES)}"
+            )
     # A few rows at a time: an embedding is large.
     V = cfg.vocab_size
     rows = [(slice(start, min(start + 4096, V)),) for start in range(0, V, 4096)]
-    if tied_copy and any(source.read(head, row).tobytes() != source.read(embedding, row).tobytes() for row in rows):
-        raise SpecJAXError(f"{source.tensors[head].where}: tensor {source.own_name(head)} differs from the embedding, "
-                           "but the configuration says tie_word_embeddings")
+    if tied_copy and any(
+        source.read(head, row).tobytes() != source.read(embedding, row).tobytes() for row in rows
+    ):
+        raise SpecJAXError(
+            f"{source.tensors[head].where}: tensor {source.own_name(head)} differs from the embedding, "
+            "but the configuration says tie_word_embeddings"
+        )
 
 
-def fused(source: TensorSource, cfg: LlamaConfig, dtype: str, shardings: Any = None) -> Iterator[tuple[Path, Array]]:
-    """Reads, casts and fuses one parameter after the other: `Opened.parameters`. Call `check` first."""
+def fused(
+    source: TensorSource, cfg: LlamaConfig, dtype: str, shardings: Any = None
+) -> Iterator[tuple[Path, Array]]:
+    """Reads, casts and fuses one parameter after the other: `Opened.parameters`. Call `check`
+    first."""
 
     def read(name, index):
         return cast(source.read(name, index), dtype, source.own_name(name))
 
     for parameter in parameters(cfg):
-        yield parameter.path, make_array(functools.partial(parameter.fuse, read), parameter.shape,
-                                         shardings and leaf(shardings, parameter.path))
+        yield (
+            parameter.path,
+            make_array(
+                functools.partial(parameter.fuse, read),
+                parameter.shape,
+                shardings and leaf(shardings, parameter.path),
+            ),
+        )
 
 
 def leaf(tree: Any, path: Path) -> Any:
@@ -206,18 +266,26 @@ def leaf(tree: Any, path: Path) -> Any:
     return functools.reduce(operator.getitem, path, tree)
 
 
-def make_array(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding | None):
-    """The array of which `read` gives slices: this process's shards, or numpy's and whole if there is no sharding."""
+def make_array(
+    read: Callable[[Index], np.ndarray],
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding | None,
+):
+    """The array of which `read` gives slices: this process's shards, or numpy's and whole if there
+    is no sharding."""
     if sharding is None:
         return read((slice(None),) * len(shape))
     # Devices that hold the same share one reading of it. Python 3.11 cannot hash slices.
-    wanted = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+    wanted = {
+        str(index): index for index in sharding.addressable_devices_indices_map(shape).values()
+    }
     slices = {key: read(index) for key, index in wanted.items()}
     return jax.make_array_from_callback(shape, sharding, lambda index: slices[str(index)])
 
 
 def dtype_key(dtype) -> str:
-    """Anything numpy or jax accepts as a dtype -> its key in DTYPES; raises SpecJAXError for others."""
+    """Anything numpy or jax accepts as a dtype -> its key in DTYPES; raises SpecJAXError for
+    others."""
     try:
         name = np.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
     except TypeError:
@@ -228,15 +296,21 @@ def dtype_key(dtype) -> str:
 
 
 def cast(array: Array, dtype: str, name: str) -> Array:
-    """`array` as DTYPES[dtype]; raises SpecJAXError where a finite value of tensor `name` becomes infinite."""
+    """`array` as DTYPES[dtype]; raises SpecJAXError where a finite value of tensor `name` becomes
+    infinite."""
     if array.dtype == DTYPES[dtype]:
         return array
     if isinstance(array, jax.Array):
         shards = {str(shard.index): shard.data for shard in array.addressable_shards}
-        return make_array(lambda index: cast(np.asarray(shards[str(index)]), dtype, name), array.shape, array.sharding)
+        return make_array(
+            lambda index: cast(np.asarray(shards[str(index)]), dtype, name),
+            array.shape,
+            array.sharding,
+        )
     with np.errstate(over="ignore"):
         result = array.astype(DTYPES[dtype])
-    # bfloat16 has the range of float32: only float16 can overflow in practice, and the check costs a pass.
+    # bfloat16 has the range of float32: only float16 can overflow in practice, and the check costs
+    # a pass.
     if dtype == "float16" and not np.array_equal(np.isfinite(result), np.isfinite(array)):
         raise SpecJAXError(f"tensor {name} does not fit into float16: values above 65504")
     return result

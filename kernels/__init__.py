@@ -1,1 +1,2 @@
-"""Custom operations with one implementation per backend. Imports jax only, never the rest of specjax."""
+"""Custom operations with one implementation per backend. Imports jax only, never the rest of
+specjax."""

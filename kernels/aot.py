@@ -1,8 +1,9 @@
-"""Compiles for a GPU that is not there: XLA's whole GPU pipeline and ptxas run, only nothing is executed.
+"""Compiles for a GPU that is not there: XLA's whole GPU pipeline and ptxas run, only nothing is
+executed.
 
-It needs the wheels of the extra `aot`, without any GPU or driver. They are for such processes alone: where they can be
-imported and no GPU is found, JAX complains unless JAX_PLATFORMS=cpu. `make test` keeps them in a folder of their own
-and gives it to those who compile by PYTHONPATH.
+It needs the wheels of the extra `aot`, without any GPU or driver. They are for such processes
+alone: where they can be imported and no GPU is found, JAX complains unless JAX_PLATFORMS=cpu. `make
+test` keeps them in a folder of their own and gives it to those who compile by PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -31,8 +32,16 @@ def environment(packages: str | None = None) -> dict[str, str]:
       packages: folder with the wheels of the extra `aot`; None where they are installed beside jax.
     """
     ours = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    paths = [path for path in (packages and os.path.abspath(packages), os.environ.get("PYTHONPATH")) if path]
-    return ours | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    paths = [
+        path
+        for path in (packages and os.path.abspath(packages), os.environ.get("PYTHONPATH"))
+        if path
+    ]
+    return ours | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
 
 
 def mesh(target: str = "h100", num_devices: int = 1) -> Mesh:
@@ -47,11 +56,14 @@ def mesh(target: str = "h100", num_devices: int = 1) -> Mesh:
       RuntimeError: the wheels are missing.
     """
     try:
-        topology = topologies.get_topology_desc(platform="cuda", target_config=_description(target),
-                                                topology=f"1x1x{num_devices}")
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=_description(target), topology=f"1x1x{num_devices}"
+        )
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        raise RuntimeError("to compile for an absent GPU takes the wheels of the extra 'aot', of jax's own version, "
-                           f"and the environment of `specjax.kernels.aot.environment`: {error}") from error
+        raise RuntimeError(
+            "to compile for an absent GPU takes the wheels of the extra 'aot', of jax's own version, "
+            f"and the environment of `specjax.kernels.aot.environment`: {error}"
+        ) from error
     return Mesh(np.array(topology.devices), ("x",))
 
 
@@ -61,14 +73,18 @@ def shared_memory_limit(target: str = "h100") -> int:
 
 
 def abstract(tree, mesh: Mesh):
-    """The arrays or shapes of a pytree as `jax.ShapeDtypeStruct`s on a mesh, to lower a function with."""
+    """The arrays or shapes of a pytree as `jax.ShapeDtypeStruct`s on a mesh, to lower a function
+    with."""
     sharding = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def compile_(function, args, options: Mapping | None = None):
-    """The compiled program of a jitted function, for the devices of its abstract arguments. `options` are XLA's."""
-    return function.trace(*args).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    """The compiled program of a jitted function, for the devices of its abstract arguments.
+    `options` are XLA's."""
+    return (
+        function.trace(*args).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    )
 
 
 class Resources(NamedTuple):
@@ -91,10 +107,11 @@ class Resources(NamedTuple):
 
 @contextlib.contextmanager
 def recorded_resources() -> Iterator[list[Resources]]:
-    """A list that holds, after the block, the `Resources` of every Mosaic GPU kernel compiled in it, in order.
+    """A list that holds, after the block, the `Resources` of every Mosaic GPU kernel compiled in
+    it, in order.
 
-    A kernel that this process has compiled before is not compiled, and not recorded, again. The compiler writes to the
-    standard output of the process, which is therefore held back meanwhile.
+    A kernel that this process has compiled before is not compiled, and not recorded, again. The
+    compiler writes to the standard output of the process, which is therefore held back meanwhile.
 
     Raises:
       RuntimeError: the compiler's output is not what this function knows.
@@ -128,26 +145,44 @@ def parse_resources(text: str) -> list[Resources]:
     Raises:
       RuntimeError: it is not what this function knows.
     """
-    reports = re.findall(r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for .*?"
-                         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
-                         r"Used (\d+) registers([^\n]*)", text, flags=re.DOTALL)  # fmt: skip
-    # The host's code, as LLVM: pointer, grid, cluster, block (x, y, z each), bytes of dynamic shared memory.
-    launches = re.findall(r"call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]+((?:, i32 \d+){10})",
-                          text)
+    reports = re.findall(
+        r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for .*?"
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+        r"Used (\d+) registers([^\n]*)",
+        text,
+        flags=re.DOTALL,
+    )
+    # The host's code, as LLVM: pointer, grid, cluster, block (x, y, z each), bytes of dynamic
+    # shared memory.
+    launches = re.findall(
+        r"call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]+((?:, i32 \d+){10})",
+        text,
+    )
     if not len(reports) == len(launches) == text.count("Compiling entry function"):
-        raise RuntimeError(f"the report on {len(launches)} kernels has an unknown form:\n{text[-4000:]}")
+        raise RuntimeError(
+            f"the report on {len(launches)} kernels has an unknown form:\n{text[-4000:]}"
+        )
     found = []
     for (name, stores, loads, registers, rest), launch in zip(reports, launches, strict=True):
         *_, x, y, z, dynamic = map(int, re.findall(r"i32 (\d+)", launch))
         static = re.search(r"(\d+) bytes smem", rest)
-        found.append(Resources(name, x * y * z, int(registers), int(stores) + int(loads),
-                               dynamic + (int(static[1]) if static else 0)))
+        found.append(
+            Resources(
+                name,
+                x * y * z,
+                int(registers),
+                int(stores) + int(loads),
+                dynamic + (int(static[1]) if static else 0),
+            )
+        )
     return found
 
 
 def _description(target: str) -> str:
     path = TARGETS / f"{target}.txtpb"
     if not path.exists():
-        raise ValueError(f"target {target!r} does not exist; there is: "
-                         f"{', '.join(sorted(file.stem for file in TARGETS.glob('*.txtpb')))}")
+        raise ValueError(
+            f"target {target!r} does not exist; there is: "
+            f"{', '.join(sorted(file.stem for file in TARGETS.glob('*.txtpb')))}"
+        )
     return path.read_text()

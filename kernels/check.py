@@ -1,4 +1,5 @@
-"""Our kernels beside the `xla` implementation in float32, from the same inputs, on whatever runs them.
+"""Our kernels beside the `xla` implementation in float32, from the same inputs, on whatever runs
+them.
 
 Every check also shows that it would have found zeros and shifted outputs wrong.
 """
@@ -15,24 +16,36 @@ from specjax.kernels import verify
 from specjax.kernels.paged_attention import pack_ancestors, paged_attention
 from specjax.kernels.verify.noise import exponential
 
-# Relative distance below which two results of float32 arithmetic may fall either way: exp of an argument of up to 80
-# that is off by half a unit in the last place is off by 5e-6, and there are two of them.
+# Relative distance below which two results of float32 arithmetic may fall either way: exp of an
+# argument of up to 80 that is off by half a unit in the last place is off by 5e-6, and there are
+# two of them.
 TIE = 1e-5
 
 
-def check_attention(starts: Sequence[int], T: int, tree: bool, dtype: str, heads: tuple[int, int, int],
-                    page_size: int) -> list[str]:
+def check_attention(
+    starts: Sequence[int],
+    T: int,
+    tree: bool,
+    dtype: str,
+    heads: tuple[int, int, int],
+    page_size: int,
+) -> list[str]:
     """What is wrong with the kernel's outputs. Slots and pages that hold nothing are NaN.
 
-    Two roundings to the dtype are allowed, of the weights and of the output, each to the nearest: together one unit in
-    the last place of the same attention over the magnitudes of the values. 1e-5 is for sums in float32.
+    Two roundings to the dtype are allowed, of the weights and of the output, each to the nearest:
+      together one unit in
+    the last place of the same attention over the magnitudes of the values. 1e-5 is for sums in
+    float32.
     """
     rng, (N, NKV, H), B, Z = np.random.default_rng(0), heads, len(starts), page_size
     start_B = np.array(starts, np.int32)
     X = -(-int(start_B.max() + T) // Z)
     P = B * X + 3
     table_BX = rng.permutation(P)[: B * X].reshape(B, X).astype(np.int32)
-    written_PZ, written_BXZ = np.zeros((P, Z), bool), np.arange(X * Z).reshape(X, Z) < (start_B + T)[:, None, None]
+    written_PZ, written_BXZ = (
+        np.zeros((P, Z), bool),
+        np.arange(X * Z).reshape(X, Z) < (start_B + T)[:, None, None],
+    )
     written_PZ[table_BX] = written_BXZ
     table_BX[~written_BXZ.any(-1)] = P
     ancestors_BT2 = random_tree(rng, B, T) if tree else None
@@ -42,17 +55,40 @@ def check_attention(starts: Sequence[int], T: int, tree: bool, dtype: str, heads
         q_key, k_key, v_key = jax.random.split(jax.random.key(0), 3)
         # Large queries make for outputs that a few values dominate, and that differ where these do.
         q_BTNH = (3 * jax.random.normal(q_key, (B, T, N, H))).astype(dtype)
-        k_pool, v_pool = (jnp.where(written_PZ[:, None, :, None], jax.random.normal(key, (P, NKV, Z, H), dtype),
-                                    jnp.nan) for key in (k_key, v_key))  # fmt: skip
-        out_BTNH = paged_attention(q_BTNH, k_pool, v_pool, table_BX, start_B, ancestors_BT2=ancestors_BT2,
-                                   implementation="mosaic_gpu")  # fmt: skip
+        k_pool, v_pool = (
+            jnp.where(
+                written_PZ[:, None, :, None], jax.random.normal(key, (P, NKV, Z, H), dtype), jnp.nan
+            )
+            for key in (k_key, v_key)
+        )
+        out_BTNH = paged_attention(
+            q_BTNH,
+            k_pool,
+            v_pool,
+            table_BX,
+            start_B,
+            ancestors_BT2=ancestors_BT2,
+            implementation="mosaic_gpu",
+        )
         q_BTNH, k_pool, v_pool = (x.astype(jnp.float32) for x in (q_BTNH, k_pool, v_pool))
         with jax.default_matmul_precision("highest"):  # on a GPU float32 is TF32 otherwise
-            expected_BTNH, size_BTNH = (paged_attention(q_BTNH, k_pool, v, table_BX, start_B, implementation="xla",
-                                                        ancestors_BT2=ancestors_BT2) for v in (v_pool, abs(v_pool)))
+            expected_BTNH, size_BTNH = (
+                paged_attention(
+                    q_BTNH,
+                    k_pool,
+                    v,
+                    table_BX,
+                    start_B,
+                    implementation="xla",
+                    ancestors_BT2=ancestors_BT2,
+                )
+                for v in (v_pool, abs(v_pool))
+            )
         return out_BTNH, expected_BTNH, size_BTNH
 
-    arrays = outputs(jnp.asarray(written_PZ), jnp.asarray(table_BX), jnp.asarray(start_B), ancestors_BT2)
+    arrays = outputs(
+        jnp.asarray(written_PZ), jnp.asarray(table_BX), jnp.asarray(start_B), ancestors_BT2
+    )
     out_BTNH, expected_BTNH, size_BTNH = (np.asarray(x, np.float64) for x in arrays)
 
     def wrong(out_BTNH):
@@ -61,15 +97,20 @@ def check_attention(starts: Sequence[int], T: int, tree: bool, dtype: str, heads
     problems = []
     if wrong(out_BTNH).any():
         b, t, n, h = np.argwhere(wrong(out_BTNH))[0]
-        problems.append(f"{wrong(out_BTNH).mean():.2%} of the outputs are wrong, the first at sequence {b}, token {t}, "
-                        f"head {n}, channel {h}: {out_BTNH[b, t, n, h]:.4g} instead of {expected_BTNH[b, t, n, h]:.4g}")
+        problems.append(
+            f"{wrong(out_BTNH).mean():.2%} of the outputs are wrong, the first at sequence {b}, token {t}, "
+            f"head {n}, channel {h}: {out_BTNH[b, t, n, h]:.4g} instead of {expected_BTNH[b, t, n, h]:.4g}"
+        )
     # In each head of each token that sees anything.
     controls = {"zeros": 0 * expected_BTNH, "shifted channels": np.roll(expected_BTNH, 1, 3)}
     if NKV > 1:
         controls["shifted kv heads"] = np.roll(expected_BTNH, N // NKV, 2)
     seen_BTN = size_BTNH.any(-1)
-    return problems + [f"the check itself takes {name} for right" for name, control_BTNH in controls.items()
-                       if not wrong(control_BTNH).any(-1)[seen_BTN].all()]
+    return problems + [
+        f"the check itself takes {name} for right"
+        for name, control_BTNH in controls.items()
+        if not wrong(control_BTNH).any(-1)[seen_BTN].all()
+    ]
 
 
 def random_tree(rng, B: int, T: int) -> jax.Array:
@@ -84,22 +125,30 @@ def random_tree(rng, B: int, T: int) -> jax.Array:
 def check_verification(V: int, K: int, dtype: str) -> list[str]:
     """What is wrong with the kernel's draws, laws and decisions.
 
-    They must be the reference's, but where the reference itself says that it was a tie within `TIE`.
+    They must be the reference's, but where the reference itself says that it was a tie within
+    `TIE`.
     """
     rng, B, T, num_valid = np.random.default_rng(0), 10, K + 1, V - 3
     temperature_B = jnp.float32([1.0, 0.0, 0.7, 1.6, 1.0, 1.0, 0.8, 1.2, 0.0, 1.0])
     threshold_BT = jnp.full((B, T), -jnp.inf).at[2].set(1.0)
     key_BT2, draft_key_BT2 = jnp.asarray(rng.integers(-(2**31), 2**31, (2, B, T, 2)), jnp.int32)
     u_BK = jnp.asarray(rng.random((B, K)), jnp.float32).at[4].set(0)  # which accepts all
-    count_B = jnp.asarray(rng.permutation(np.clip(np.arange(B) + K - 2, 1, K)), jnp.int32).at[4].set(K)
+    count_B = (
+        jnp.asarray(rng.permutation(np.clip(np.arange(B) + K - 2, 1, K)), jnp.int32).at[4].set(K)
+    )
     greedy_B11 = temperature_B[:, None, None] == 0
-    kernel, reference = ({"num_valid": num_valid, "implementation": name} for name in ("mosaic_gpu", "xla"))
+    kernel, reference = (
+        {"num_valid": num_valid, "implementation": name} for name in ("mosaic_gpu", "xla")
+    )
 
     def dense(law):
-        """Probabilities as the reference computes them, and one at the first most likely token at temperature 0."""
+        """Probabilities as the reference computes them, and one at the first most likely token at
+        temperature 0."""
         x_BTV = jnp.where(jnp.arange(V) < num_valid, law.logits_BTV, -jnp.inf)
         scale_B11 = jnp.where(greedy_B11, 1, temperature_B[:, None, None])
-        weight_BTV = jnp.exp((x_BTV - law.largest_BT[..., None]) / scale_B11) / law.total_BT[..., None]
+        weight_BTV = (
+            jnp.exp((x_BTV - law.largest_BT[..., None]) / scale_B11) / law.total_BT[..., None]
+        )
         law_BTV = jnp.where(x_BTV >= law.threshold_BT[..., None], weight_BTV, 0)
         return jnp.where(greedy_B11, jax.nn.one_hot(x_BTV.argmax(-1), V), law_BTV)
 
@@ -110,7 +159,9 @@ def check_verification(V: int, K: int, dtype: str) -> list[str]:
         """Whether no token's race can have been won by more than the slack of both."""
         noise_BTV = exponential(key_BT2[..., :1], key_BT2[..., 1:], jnp.arange(V, dtype=jnp.int32))
         lowest_BT = ((weight_BTV - slack_BTV) / noise_BTV).max(-1)
-        return (at((weight_BTV + slack_BTV) / noise_BTV, token_BT) >= lowest_BT) & (at(weight_BTV, token_BT) > 0)
+        return (at((weight_BTV + slack_BTV) / noise_BTV, token_BT) >= lowest_BT) & (
+            at(weight_BTV, token_BT) > 0
+        )
 
     @jax.jit
     def outputs():
@@ -118,22 +169,44 @@ def check_verification(V: int, K: int, dtype: str) -> list[str]:
         logits_BTV, other_BTV = jax.random.normal(jax.random.key(0), (2, B, T, V))
         draft_BKV = (3 * logits_BTV + 1.2 * other_BTV)[:, :K].astype(dtype)
         logits_BTV = (3 * logits_BTV).astype(dtype)
-        draft_BK, q = verify.draw(draft_BKV.astype(jnp.float32), temperature_B, threshold_BT[:, :K],
-                                  draft_key_BT2[:, :K], **reference)  # fmt: skip
-        likeliest_BT, p = verify.draw(logits_BTV.astype(jnp.float32), temperature_B, threshold_BT, None, **reference)
+        draft_BK, q = verify.draw(
+            draft_BKV.astype(jnp.float32),
+            temperature_B,
+            threshold_BT[:, :K],
+            draft_key_BT2[:, :K],
+            **reference,
+        )
+        likeliest_BT, p = verify.draw(
+            logits_BTV.astype(jnp.float32), temperature_B, threshold_BT, None, **reference
+        )
 
         def reject(p, q, options):
-            return verify.reject(p, likeliest_BT, draft_BK, count_B, apart(q), temperature_B, u_BK, key_BT2, **options)
+            return verify.reject(
+                p,
+                likeliest_BT,
+                draft_BK,
+                count_B,
+                apart(q),
+                temperature_B,
+                u_BK,
+                key_BT2,
+                **options,
+            )
 
         accepted_B, _ = reject(p, q, reference)
-        likeliest = verify.draw(logits_BTV, temperature_B, threshold_BT, None, **kernel)[0] == likeliest_BT
+        likeliest = (
+            verify.draw(logits_BTV, temperature_B, threshold_BT, None, **kernel)[0] == likeliest_BT
+        )
         token_BT, law = verify.draw(logits_BTV, temperature_B, threshold_BT, key_BT2, **kernel)
-        n_B, own_B = reject(p._replace(logits_BTV=logits_BTV), q._replace(logits_BTV=draft_BKV), kernel)
+        n_B, own_B = reject(
+            p._replace(logits_BTV=logits_BTV), q._replace(logits_BTV=draft_BKV), kernel
+        )
 
         p_BTV, q_BKV = dense(p), dense(q)
         p_BK, uq_BK = at(p_BTV[:, :K], draft_BK), u_BK * at(q_BKV, draft_BK)
         tie_BK = abs(p_BK - uq_BK) <= TIE * (p_BK + uq_BK)
-        # The first place at which the numbers of accepted drafts can differ is the lower of the two.
+        # The first place at which the numbers of accepted drafts can differ is the lower of the
+        # two.
         place_B1 = jnp.minimum(jnp.minimum(n_B, accepted_B), K - 1)[:, None]
         counted_B = (n_B == accepted_B) | jnp.take_along_axis(tie_BK, place_B1, axis=1)[:, 0]
         q_BKV = jnp.where((jnp.arange(K) < count_B[:, None])[..., None], q_BKV, 0)
@@ -147,22 +220,35 @@ def check_verification(V: int, K: int, dtype: str) -> list[str]:
             won_BT = wins(jnp.broadcast_to(token_B[:, None], (B, T)), left_BTV, TIE * p_BTV)
             return jnp.take_along_axis(won_BT, n_B[:, None], axis=1)[:, 0]
 
-        same = {"largest logits": law.largest_BT == p.largest_BT,
-                "sums of weights": abs(law.total_BT / p.total_BT - 1) <= TIE,
-                "most likely tokens": likeliest, "drawn tokens": won(token_BT), "numbers of accepted drafts": counted_B,
-                "tokens after the accepted drafts": own(own_B)}  # fmt: skip
-        controls = {"shifted draws": won((token_BT + 1) % V),
-                    "shifted tokens after the accepted drafts": own((own_B + 1) % V)}  # fmt: skip
+        same = {
+            "largest logits": law.largest_BT == p.largest_BT,
+            "sums of weights": abs(law.total_BT / p.total_BT - 1) <= TIE,
+            "most likely tokens": likeliest,
+            "drawn tokens": won(token_BT),
+            "numbers of accepted drafts": counted_B,
+            "tokens after the accepted drafts": own(own_B),
+        }
+        controls = {
+            "shifted draws": won((token_BT + 1) % V),
+            "shifted tokens after the accepted drafts": own((own_B + 1) % V),
+        }
         return same, controls, n_B
 
     same, controls, n_B = jax.tree.map(np.asarray, outputs())
-    problems = [f"{name}: {(~ok).sum()} of {ok.size} are wrong" for name, ok in same.items() if not ok.all()]
-    problems += [f"the check itself takes {name} for right" for name, ok in controls.items() if ok.any()]
+    problems = [
+        f"{name}: {(~ok).sum()} of {ok.size} are wrong" for name, ok in same.items() if not ok.all()
+    ]
+    problems += [
+        f"the check itself takes {name} for right" for name, ok in controls.items() if ok.any()
+    ]
     if not (n_B < count_B).any() or not n_B.any():
-        problems.append(f"the check has no drafts that are accepted, or none that are not: {n_B.tolist()}")
+        problems.append(
+            f"the check has no drafts that are accepted, or none that are not: {n_B.tolist()}"
+        )
     return problems
 
 
 def apart(law: verify.Law) -> tuple[verify.Law, ...]:
-    """The laws of drafts as `verify.reject` takes them, one after the other, from those of one call of `draw`."""
+    """The laws of drafts as `verify.reject` takes them, one after the other, from those of one call
+    of `draw`."""
     return tuple(jax.tree.map(lambda x: x[:, k], law) for k in range(law.logits_BTV.shape[1]))  # noqa: B023

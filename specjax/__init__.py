@@ -10,5 +10,16 @@ from specjax.sharding import make_mesh
 
 __version__ = "0.1.0"
 
-__all__ = ["Completion", "Draft", "Drafter", "Generation", "Head", "Model", "SpecJAXError", "generate", "load",
-           "load_head", "make_mesh"]
+__all__ = [
+    "Completion",
+    "Draft",
+    "Drafter",
+    "Generation",
+    "Head",
+    "Model",
+    "SpecJAXError",
+    "generate",
+    "load",
+    "load_head",
+    "make_mesh",
+]

@@ -24,11 +24,13 @@ class Model:
 
     Attributes:
       config: shape and constants.
-      params: pytree of `jax.Array`s with the structure and shapes of `llama.abstract_params(config)`.
+      params: pytree of `jax.Array`s with the structure and shapes of
+        `llama.abstract_params(config)`.
       tokenizer: None where the checkpoint has none; then only token ids go in and out.
       eos_ids: sorted ids that end a sequence; may be empty.
       path: where it was loaded from.
-      mesh: the devices that the parameters are split over; None where they are whole, on one device.
+      mesh: the devices that the parameters are split over; None where they are whole, on one
+        device.
     """
 
     config: LlamaConfig
@@ -40,7 +42,8 @@ class Model:
 
     @property
     def num_valid_tokens(self) -> int:
-        """Ids at and above this number are padding of the embedding, which the model must never emit."""
+        """Ids at and above this number are padding of the embedding, which the model must never
+        emit."""
         if self.tokenizer is None:
             return self.config.vocab_size
         return min(self.tokenizer.vocab_size, self.config.vocab_size)
@@ -53,7 +56,9 @@ def open_source(path: str | os.PathLike) -> table.Opened:
     Raises SpecJAXError, naming the file or tensor at fault, for anything that cannot be used.
     """
     opened = _open(pathlib.Path(path))
-    return opened._replace(eos_ids=tuple(id_ for id_ in opened.eos_ids if 0 <= id_ < opened.config.vocab_size))
+    return opened._replace(
+        eos_ids=tuple(id_ for id_ in opened.eos_ids if 0 <= id_ < opened.config.vocab_size)
+    )
 
 
 def _open(source: pathlib.Path) -> table.Opened:
@@ -65,31 +70,39 @@ def _open(source: pathlib.Path) -> table.Opened:
         raise SpecJAXError(f"{source} is neither a folder nor a .gguf file")
     files.refuse_incomplete(source)
     if not (source / "config.json").exists():
-        raise SpecJAXError(f"{source}: no config.json: neither a SpecJAX checkpoint nor a Hugging Face folder")
+        raise SpecJAXError(
+            f"{source}: no config.json: neither a SpecJAX checkpoint nor a Hugging Face folder"
+        )
     reader = orbax if orbax.is_checkpoint(files.read_json(source / "config.json")) else hf
     return reader.open_folder(source)
 
 
-def load(path: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None, role: str = "target") -> Model:
+def load(
+    path: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None, role: str = "target"
+) -> Model:
     """Loads a checkpoint straight into its shards, one parameter or layer at a time.
 
     Every process reads what its own devices hold of each parameter, and waits for no other process.
 
     Args:
-      path: a folder written by `convert`, or a Hugging Face Llama folder (config.json and safetensors).
-      dtype: float32, float16 or bfloat16, to cast every parameter to. By default float32 on a CPU, whose bfloat16
-        matmul is slow, and the stored dtype elsewhere.
+      path: a folder written by `convert`, or a Hugging Face Llama folder (config.json and
+        safetensors).
+      dtype: float32, float16 or bfloat16, to cast every parameter to. By default float32 on a CPU,
+        whose bfloat16 matmul is slow, and the stored dtype elsewhere.
       mesh: from `sharding.make_mesh`; by default everything lies on the default device.
       role: what the model is on the mesh, "target" or "draft".
 
     Raises:
-      SpecJAXError: naming the file, tensor or value at fault, before anything is allocated if headers tell; a model
-        that cannot be split over so many devices. A .gguf file has to be converted first.
+      SpecJAXError: naming the file, tensor or value at fault, before anything is allocated if
+        headers tell; a model that cannot be split over so many devices. A .gguf file has to be
+        converted first.
     """
     if role not in sharding.RULES:
         raise SpecJAXError(f"role {role!r} does not exist; there are: {', '.join(sharding.RULES)}")
     if pathlib.Path(path).suffix == ".gguf" and pathlib.Path(path).is_file():
-        raise SpecJAXError(f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR")
+        raise SpecJAXError(
+            f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR"
+        )
     opened = open_source(path)
     sharding.check(opened.config, sharding.degree(mesh, role), role)
     if dtype is None:
@@ -97,21 +110,35 @@ def load(path: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None, role:
     dtype = table.dtype_key(dtype)
     params = llama.abstract_params(opened.config, table.DTYPES[dtype])
     here = jax.device_put(0).sharding  # the default device
-    shardings = jax.tree.map(lambda _: here, params) if mesh is None else sharding.shardings(params, mesh, role)
+    shardings = (
+        jax.tree.map(lambda _: here, params)
+        if mesh is None
+        else sharding.shardings(params, mesh, role)
+    )
     for (*parents, name), array in opened.parameters(dtype, shardings):
         branch = table.leaf(params, parents)
-        assert (array.shape, array.dtype) == (branch[name].shape, branch[name].dtype), (parents, name, array.shape)
+        assert (array.shape, array.dtype) == (branch[name].shape, branch[name].dtype), (
+            parents,
+            name,
+            array.shape,
+        )
         branch[name] = jax.block_until_ready(array)  # or more than this one would be in host memory
     assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(params))
     return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(path), mesh)
 
 
-def convert(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
-            progress: Callable[[int, int], None] | None = None) -> table.Opened:
-    """Writes any checkpoint as our Orbax folder; peak host memory is a layer or the embedding, whichever is larger.
+def convert(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    dtype=None,
+    progress: Callable[[int, int], None] | None = None,
+) -> table.Opened:
+    """Writes any checkpoint as our Orbax folder; peak host memory is a layer or the embedding,
+    whichever is larger.
 
     Args:
-      source: a Hugging Face Llama folder, a .gguf file, or one of our folders (to change its dtype).
+      source: a Hugging Face Llama folder, a .gguf file, or one of our folders (to change its
+        dtype).
       output: a folder that does not exist yet. It appears, complete, as the last act.
       dtype: dtype of the result; by default the stored one (float32 for quantised GGUF).
       progress: called with (parameters written, parameters in all).
@@ -120,14 +147,20 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
       What was read, with `dtype` the one written.
 
     Raises:
-      SpecJAXError: for a source that cannot be used or an output that exists. Nothing is left behind.
+      SpecJAXError: for a source that cannot be used or an output that exists. Nothing is left
+        behind.
     """
     return _write(orbax, source, output, dtype, progress)
 
 
-def export(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
-           progress: Callable[[int, int], None] | None = None) -> table.Opened:
-    """Writes any checkpoint as a Hugging Face folder (safetensors in shards of 5 GB); otherwise as `convert`.
+def export(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    dtype=None,
+    progress: Callable[[int, int], None] | None = None,
+) -> table.Opened:
+    """Writes any checkpoint as a Hugging Face folder (safetensors in shards of 5 GB); otherwise as
+    `convert`.
 
     In the stored dtype, every tensor equals that of the converted source bit for bit.
     """
@@ -135,7 +168,8 @@ def export(source: str | os.PathLike, output: str | os.PathLike, dtype=None,
 
 
 def save(output: str | os.PathLike, model: Model) -> None:
-    """Writes a model in memory as our Orbax folder, in the dtype of its parameters; otherwise as `convert`."""
+    """Writes a model in memory as our Orbax folder, in the dtype of its parameters; otherwise as
+    `convert`."""
     dtype = table.dtype_key(model.params["embed_VD"].dtype)
 
     def parameters(dtype, shardings=None):
@@ -161,7 +195,8 @@ def _write(writer, source, output, dtype, progress) -> table.Opened:
 def check_same_vocabulary(target: Model, draft: Model) -> None:
     """Raises SpecJAXError unless a token id means the same to both models.
 
-    The sizes must agree, padding included, and where both have tokenizers every token must have the same id.
+    The sizes must agree, padding included, and where both have tokenizers every token must have the
+    same id.
     """
     sizes = f"target {target.config.vocab_size}, draft {draft.config.vocab_size}"
     if target.config.vocab_size != draft.config.vocab_size:
@@ -171,8 +206,12 @@ def check_same_vocabulary(target: Model, draft: Model) -> None:
     target_ids, draft_ids = target.tokenizer.token_ids, draft.tokenizer.token_ids
     differing = {token for token, _ in target_ids.items() ^ draft_ids.items()}
     if differing:
-        token = min(differing, key=lambda token: min(ids[token] for ids in (target_ids, draft_ids) if token in ids))
+        token = min(
+            differing,
+            key=lambda token: min(ids[token] for ids in (target_ids, draft_ids) if token in ids),
+        )
         raise SpecJAXError(
             f"target and draft have different vocabularies ({sizes} tokens; tokenizers {len(target_ids)} and "
             f"{len(draft_ids)}): {token!r} is {target_ids.get(token, 'absent')} in the target and "
-            f"{draft_ids.get(token, 'absent')} in the draft")
+            f"{draft_ids.get(token, 'absent')} in the draft"
+        )

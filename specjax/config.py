@@ -1,4 +1,5 @@
-"""Frozen descriptions of models. They are hashable, so that they can be static arguments of `jax.jit`."""
+"""Frozen descriptions of models. They are hashable, so that they can be static arguments of
+`jax.jit`."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ class RopeConfig:
 
     Attributes:
       theta: base of the geometric series of wavelengths.
-      rope_type: "default" (no scaling), "linear" (every frequency divided by `factor`; Chen et al. 2023,
-        "Extending Context Window of LLMs via Positional Interpolation") or "llama3" (low frequencies divided
-        by `factor`, high ones kept, a linear ramp between; Llama 3.1 reference code, `apply_scaling`).
+      rope_type: "default" (no scaling), "linear" (every frequency divided by `factor`; Chen et al.
+        2023, "Extending Context Window of LLMs via Positional Interpolation") or "llama3" (low
+        frequencies divided by `factor`, high ones kept, a linear ramp between; Llama 3.1 reference
+        code, `apply_scaling`).
       factor: divisor of the frequencies (1.0 for "default").
-      low_freq_factor: "llama3" only; wavelengths above `original_max_position / low_freq_factor` are divided.
-      high_freq_factor: "llama3" only; wavelengths below `original_max_position / high_freq_factor` are kept.
+      low_freq_factor: "llama3" only; wavelengths above `original_max_position / low_freq_factor`
+        are divided.
+      high_freq_factor: "llama3" only; wavelengths below `original_max_position / high_freq_factor`
+        are kept.
       original_max_position: "llama3" only; context length, in tokens, before scaling.
     """
 
@@ -35,21 +39,30 @@ class RopeConfig:
 
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
-            raise SpecJAXError(f"RoPE type {self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise SpecJAXError(
+                f"RoPE type {self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+            )
         if not (self.theta > 0 and math.isfinite(self.theta)):
             raise SpecJAXError(f"rope_theta must be positive and finite, got {self.theta}")
         if not 1 <= self.factor < math.inf:
-            raise SpecJAXError(f"RoPE scaling factor must be at least 1 and finite, got {self.factor}")
+            raise SpecJAXError(
+                f"RoPE scaling factor must be at least 1 and finite, got {self.factor}"
+            )
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
-            raise SpecJAXError("RoPE scaling needs 0 < low_freq_factor < high_freq_factor, "
-                               f"got {self.low_freq_factor} and {self.high_freq_factor}")
+            raise SpecJAXError(
+                "RoPE scaling needs 0 < low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
         if not self.original_max_position >= 1:
-            raise SpecJAXError(f"RoPE's original_max_position must be at least 1, got {self.original_max_position}")
+            raise SpecJAXError(
+                f"RoPE's original_max_position must be at least 1, got {self.original_max_position}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape and constants of a Llama model (Llama 1 to 3.2, SmolLM2 and other `LlamaForCausalLM` weights).
+    """Shape and constants of a Llama model (Llama 1 to 3.2, SmolLM2 and other `LlamaForCausalLM`
+    weights).
 
     Attributes:
       vocab_size: V, rows of the embedding.
@@ -82,14 +95,24 @@ class LlamaConfig:
     mlp_bias: bool = False
 
     def __post_init__(self):
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-                      "head_dim", "max_position_embeddings"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecJAXError(f"{field} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
-            raise SpecJAXError("num_heads must be a multiple of num_kv_heads, "
-                               f"got {self.num_heads} and {self.num_kv_heads}")
+            raise SpecJAXError(
+                "num_heads must be a multiple of num_kv_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise SpecJAXError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         if not self.rms_norm_eps > 0:

@@ -1,20 +1,24 @@
-"""The decode loop: draft, verify in one pass of the target, accept, repeat, inside one `lax.while_loop`.
+"""The decode loop: draft, verify in one pass of the target, accept, repeat, inside one
+`lax.while_loop`.
 
-Invariant: `length_B` tokens of a row are committed. The target's cache holds keys and values of the first
-`length - 1` of them; the last one is *pending*, and is the first token of the next block. A round
+Invariant: `length_B` tokens of a row are committed. The target's cache holds keys and values of the
+first `length - 1` of them; the last one is *pending*, and is the first token of the next block. A
+round
 
   1. lets the drafter propose K tokens after the pending one;
   2. runs the target once on the block [pending, d1 ... dK] in slots length - 1 ... length - 1 + K;
-  3. accepts n <= K drafts and adds one token of the target's own: n + 1 tokens are emitted, fewer where an
-     end-of-sequence token comes first;
+  3. accepts n <= K drafts and adds one token of the target's own: n + 1 tokens are emitted, fewer
+     where an end-of-sequence token comes first;
   4. adds what was emitted to the length. Keys and values of rejected drafts simply lie beyond it.
 
-`step` is one round. `generate` runs rounds until every row is done, or up to a given number: a caller that wants to
-see text early calls it repeatedly, with the same compiled program and the same result.
+`step` is one round. `generate` runs rounds until every row is done, or up to a given number: a
+caller that wants to see text early calls it repeatedly, with the same compiled program and the same
+result.
 
-On a mesh every device runs all of this on its own shards (`sharding.on_mesh`), and exchanges with the others what
-`llama.forward` and verification say. The devices of a sequence see the same drafts, noise and reduced numbers, and so
-come to the same decisions; those of other sequences do not wait for them.
+On a mesh every device runs all of this on its own shards (`sharding.on_mesh`), and exchanges with
+the others what `llama.forward` and verification say. The devices of a sequence see the same drafts,
+noise and reduced numbers, and so come to the same decisions; those of other sequences do not wait
+for them.
 """
 
 from __future__ import annotations
@@ -48,12 +52,15 @@ class DecodeConfig:
       target: the target model.
       drafter: from `drafters.base.make`, or your own; None for plain decoding.
       verify: "rejection" or "coupled", see `verify`.
-      num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding); None for all.
+      num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding);
+        None for all.
       page_size: Z, slots per page of the key/value caches.
-      implementation: of attention and verification, see `kernels.dispatch.choose`; None for the best one here.
-      mesh: from `sharding.make_mesh`; None for one device. Arrays have their whole shapes on both sides of `init` and
-        `generate`; the names of a drafter's parameters and state say how they are split, see `sharding`. What has no
-        letters in its name is whole on every device if it is a parameter, and split by rows if it is of the state.
+      implementation: of attention and verification, see `kernels.dispatch.choose`; None for the
+        best one here.
+      mesh: from `sharding.make_mesh`; None for one device. Arrays have their whole shapes on both
+        sides of `init` and `generate`; the names of a drafter's parameters and state say how they
+        are split, see `sharding`. What has no letters in its name is whole on every device if it is
+        a parameter, and split by rows if it is of the state.
 
     Raises:
       SpecJAXError: a value that is none of these, or a mesh that the target cannot be split over.
@@ -71,12 +78,18 @@ class DecodeConfig:
         if self.verify not in MODES:
             raise SpecJAXError(f"verify must be one of {', '.join(MODES)}, got {self.verify!r}")
         if not isinstance(self.page_size, int) or self.page_size < 1:
-            raise SpecJAXError(f"page_size must be a whole number of at least 1, got {self.page_size!r}")
+            raise SpecJAXError(
+                f"page_size must be a whole number of at least 1, got {self.page_size!r}"
+            )
         if self.implementation not in (None, *dispatch.IMPLEMENTATIONS):
-            raise SpecJAXError(f"implementation must be one of {', '.join(dispatch.IMPLEMENTATIONS)} or None, "
-                               f"got {self.implementation!r}")
+            raise SpecJAXError(
+                f"implementation must be one of {', '.join(dispatch.IMPLEMENTATIONS)} or None, "
+                f"got {self.implementation!r}"
+            )
         if self.drafter is not None and self.drafter.num_tokens < 1:
-            raise SpecJAXError(f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}")
+            raise SpecJAXError(
+                f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}"
+            )
         sharding.check(self.target, sharding.degree(self.mesh, "target"), "target")
 
 
@@ -91,7 +104,8 @@ class DecodeState:
       max_length_B: int32, at this length a row is done.
       eos_BE: int32, tokens that end a row; -1 fills up.
       active_B: bool, rows that still generate.
-      failed_B: bool, rows that ended because the target's logits at position `length_B` were NaN, or all -inf.
+      failed_B: bool, rows that ended because the target's logits at position `length_B` were NaN,
+        or all -inf.
       sampling: per-row temperature, filters and seed.
       cache: the target's keys and values.
       drafter: the drafter's own state.
@@ -99,7 +113,8 @@ class DecodeState:
       drafted_BS: int32, for each of these rounds the number of drafts that the target checked,
       accepted_BS: of those that were emitted,
       emitted_BS: and of all tokens that were emitted: its sum is `length_B - prompt_length_B`.
-      unusable_drafts_B: int32, drafts whose own logits were NaN, or all -inf. None of them is accepted by `rejection`.
+      unusable_drafts_B: int32, drafts whose own logits were NaN, or all -inf. None of them is
+        accepted by `rejection`.
     """
 
     tokens_BS: jax.Array
@@ -123,25 +138,36 @@ class DecodeState:
         return Context(self.tokens_BS, self.length_B, self.active_B, params)
 
 
-def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt_length_B: jax.Array,
-         max_length_B: jax.Array, eos_BE: jax.Array, sampling: SamplingParams,
-         prefill_chunk: int = 256) -> DecodeState:
+def init(
+    params,
+    drafter_params,
+    cfg: DecodeConfig,
+    tokens_BS: jax.Array,
+    prompt_length_B: jax.Array,
+    max_length_B: jax.Array,
+    eos_BE: jax.Array,
+    sampling: SamplingParams,
+    prefill_chunk: int = 256,
+) -> DecodeState:
     """Reads the prompts and returns the state from which `generate` starts.
 
     Args:
       params: the target's parameters, see `llama.abstract_params`.
       drafter_params: the drafter's, in whatever form it wants; None where it has none.
       cfg: static.
-      tokens_BS: int32 prompts, padded on the right with anything to S, the most tokens that a row can come to hold.
+      tokens_BS: int32 prompts, padded on the right with anything to S, the most tokens that a row
+        can come to hold.
       prompt_length_B: int32, at least 1.
-      max_length_B: int32 most tokens, prompt and output; at most S. A row whose prompt reaches it emits nothing.
+      max_length_B: int32 most tokens, prompt and output; at most S. A row whose prompt reaches it
+        emits nothing.
       eos_BE: int32 ids that end a row, filled up with -1.
       sampling: see `SamplingParams`.
       prefill_chunk: tokens of a prompt that are read at a time (static).
 
     Raises:
-      SpecJAXError: a chunk below 1; rows that the mesh does not divide; an implementation that cannot run these models
-        here; or JAX's 64-bit mode, in which the state would not keep its dtypes.
+      SpecJAXError: a chunk below 1; rows that the mesh does not divide; an implementation that
+        cannot run these models here; or JAX's 64-bit mode, in which the state would not keep its
+        dtypes.
     """
     if jax.config.jax_enable_x64:
         raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
@@ -149,43 +175,83 @@ def init(params, drafter_params, cfg: DecodeConfig, tokens_BS: jax.Array, prompt
         raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     B, num_parts = len(tokens_BS), sharding.num_parts(cfg.mesh)
     if B % num_parts:
-        raise SpecJAXError(f"{B} rows cannot be split over data_parallel={num_parts}: add rows that emit nothing")
+        raise SpecJAXError(
+            f"{B} rows cannot be split over data_parallel={num_parts}: add rows that emit nothing"
+        )
     prompts = (tokens_BS, prompt_length_B, max_length_B, eos_BE, sampling)
     run = sharding.on_mesh(
-        lambda params, drafter_params, prompts: _init(params, drafter_params, cfg, *prompts, prefill_chunk), cfg.mesh,
-        *_param_specs(params, drafter_params), sharding.specs(prompts, "target", PartitionSpec(DATA)),
-        out_specs=_state_specs)
+        lambda params, drafter_params, prompts: _init(
+            params, drafter_params, cfg, *prompts, prefill_chunk
+        ),
+        cfg.mesh,
+        *_param_specs(params, drafter_params),
+        sharding.specs(prompts, "target", PartitionSpec(DATA)),
+        out_specs=_state_specs,
+    )
     return run(params, drafter_params, prompts)
 
 
-def _init(params, drafter_params, cfg: DecodeConfig, tokens_BS, prompt_length_B, max_length_B, eos_BE, sampling,
-          prefill_chunk: int) -> DecodeState:
+def _init(
+    params,
+    drafter_params,
+    cfg: DecodeConfig,
+    tokens_BS,
+    prompt_length_B,
+    max_length_B,
+    eos_BE,
+    sampling,
+    prefill_chunk: int,
+) -> DecodeState:
     B, S = tokens_BS.shape
     max_length_B = jnp.minimum(max_length_B, S)
     cache = llama.init_cache(params, cfg.target, B, S, cfg.page_size)
     taps = cfg.drafter.taps if cfg.drafter else ()
-    cache, taps_BSD = llama.prefill(params, cfg.target, tokens_BS, prompt_length_B - 1, cache, prefill_chunk,
-                                    taps=taps, implementation=cfg.implementation)
+    cache, taps_BSD = llama.prefill(
+        params,
+        cfg.target,
+        tokens_BS,
+        prompt_length_B - 1,
+        cache,
+        prefill_chunk,
+        taps=taps,
+        implementation=cfg.implementation,
+    )
     drafter_state = ()
     if cfg.drafter:
-        prefill = Prefill(tokens_BS, prompt_length_B, taps_BSD, params, cfg.page_size, prefill_chunk)
+        prefill = Prefill(
+            tokens_BS, prompt_length_B, taps_BSD, params, cfg.page_size, prefill_chunk
+        )
         drafter_state = cfg.drafter.init(drafter_params, prefill)
 
     def no_rounds_BS():  # each field has a buffer of its own: the state will be donated
         return jnp.zeros((B, S), jnp.int32)
 
     return DecodeState(
-        tokens_BS=tokens_BS, length_B=prompt_length_B, prompt_length_B=jnp.copy(prompt_length_B),
-        max_length_B=max_length_B, eos_BE=eos_BE, active_B=prompt_length_B < max_length_B,
+        tokens_BS=tokens_BS,
+        length_B=prompt_length_B,
+        prompt_length_B=jnp.copy(prompt_length_B),
+        max_length_B=max_length_B,
+        eos_BE=eos_BE,
+        active_B=prompt_length_B < max_length_B,
         failed_B=jnp.zeros(B, bool),
-        sampling=sampling, cache=cache, drafter=drafter_state,
-        rounds_B=jnp.zeros(B, jnp.int32), drafted_BS=no_rounds_BS(), accepted_BS=no_rounds_BS(),
-        emitted_BS=no_rounds_BS(), unusable_drafts_B=jnp.zeros(B, jnp.int32),
-    )  # fmt: skip
+        sampling=sampling,
+        cache=cache,
+        drafter=drafter_state,
+        rounds_B=jnp.zeros(B, jnp.int32),
+        drafted_BS=no_rounds_BS(),
+        accepted_BS=no_rounds_BS(),
+        emitted_BS=no_rounds_BS(),
+        unusable_drafts_B=jnp.zeros(B, jnp.int32),
+    )
 
 
-def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState,
-             max_rounds: jax.Array | None = None) -> DecodeState:
+def generate(
+    params,
+    drafter_params,
+    cfg: DecodeConfig,
+    state: DecodeState,
+    max_rounds: jax.Array | None = None,
+) -> DecodeState:
     """Runs rounds until every row is done, in one `lax.while_loop`.
 
     Donate `state` when you jit it: the key/value pools are then updated where they are.
@@ -195,7 +261,8 @@ def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState,
       drafter_params: the drafter's.
       cfg: the one that `init` had (static).
       state: from `init`, or from an earlier call that `max_rounds` ended.
-      max_rounds: most rounds to run, int32 scalar; None for no limit. Where a run is cut does not change its result.
+      max_rounds: most rounds to run, int32 scalar; None for no limit. Where a run is cut does not
+        change its result.
 
     Returns:
       The state, of the same shapes and dtypes.
@@ -216,15 +283,23 @@ def generate(params, drafter_params, cfg: DecodeConfig, state: DecodeState,
 
         return jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))[0]
 
-    specs = (*_param_specs(params, drafter_params), sharding.specs(max_rounds, "target"), _state_specs(state))
+    specs = (
+        *_param_specs(params, drafter_params),
+        sharding.specs(max_rounds, "target"),
+        _state_specs(state),
+    )
     return sharding.on_mesh(loop, cfg.mesh, *specs)(params, drafter_params, max_rounds, state)
 
 
 def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
-    """One round: every active row gets between 1 and K + 1 new tokens. Arguments and errors as for `generate`."""
+    """One round: every active row gets between 1 and K + 1 new tokens. Arguments and errors as for
+    `generate`."""
     specs = (*_param_specs(params, drafter_params), _state_specs(state))
-    run = sharding.on_mesh(lambda params, drafter_params, state: _step(params, drafter_params, cfg, state), cfg.mesh,
-                           *specs)
+    run = sharding.on_mesh(
+        lambda params, drafter_params, state: _step(params, drafter_params, cfg, state),
+        cfg.mesh,
+        *specs,
+    )
     return run(params, drafter_params, state)
 
 
@@ -233,8 +308,10 @@ def _param_specs(params, drafter_params):
 
 
 def _state_specs(state: DecodeState):
-    own, drafters = (sharding.specs(part, role, PartitionSpec(DATA))
-                     for part, role in ((state.replace(drafter=()), "target"), (state.drafter, "draft")))
+    own, drafters = (
+        sharding.specs(part, role, PartitionSpec(DATA))
+        for part, role in ((state.replace(drafter=()), "target"), (state.drafter, "draft"))
+    )
     return own.replace(drafter=drafters)
 
 
@@ -255,13 +332,28 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
 
     def check(k: int, cache):
         """Runs the target on the pending token and k drafts; the result has the shapes of k = K."""
-        output = llama.forward(params, cfg.target, block_BT[:, : k + 1], state.length_B - 1, cache, taps=taps,
-                               implementation=cfg.implementation)
+        output = llama.forward(
+            params,
+            cfg.target,
+            block_BT[:, : k + 1],
+            state.length_B - 1,
+            cache,
+            taps=taps,
+            implementation=cfg.implementation,
+        )
         logits_BTV = llama.logits(params, output.hidden_BTD)
-        verified = verify(cfg.verify, logits_BTV, drafts_BK[:, :k], count_B, draft.law, state.sampling,
-                          state.length_B, num_valid=cfg.num_valid_tokens,
-                          axis_name=split_over(logits_BTV.shape[2], cfg.target.vocab_size, "target") or None,
-                          implementation=cfg.implementation)
+        verified = verify(
+            cfg.verify,
+            logits_BTV,
+            drafts_BK[:, :k],
+            count_B,
+            draft.law,
+            state.sampling,
+            state.length_B,
+            num_valid=cfg.num_valid_tokens,
+            axis_name=split_over(logits_BTV.shape[2], cfg.target.vocab_size, "target") or None,
+            implementation=cfg.implementation,
+        )
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
         verified = Verified(pad(verified.tokens_BT), verified.accepted_B, pad(verified.usable_BT))
         return output.cache, verified, tuple(map(pad, output.taps))
@@ -270,11 +362,19 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
         cache, verified, taps_BTD = check(K, cache)
     else:
         # A drafter with nothing to say must cost nothing.
-        none = Verified(jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros((B, K + 1), bool))
-        no_taps = tuple(jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype) for _ in taps)
+        none = Verified(
+            jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros((B, K + 1), bool)
+        )
+        no_taps = tuple(
+            jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype) for _ in taps
+        )
         has_drafts = jnp.any(count_B > 0)
-        checked = kv_cache.when(has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_taps))
-        cache, verified, taps_BTD = kv_cache.when(~has_drafts, lambda cache, *_: check(0, cache), checked)
+        checked = kv_cache.when(
+            has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_taps)
+        )
+        cache, verified, taps_BTD = kv_cache.when(
+            ~has_drafts, lambda cache, *_: check(0, cache), checked
+        )
 
     # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
     index_T = jnp.arange(K + 1)
@@ -314,7 +414,9 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
         unusable_drafts_B=unusable_drafts_B,
     )
     if cfg.drafter:
-        drafter_state = cfg.drafter.update(drafter_params, drafter_state, state.context(params), verified, taps_BTD)
+        drafter_state = cfg.drafter.update(
+            drafter_params, drafter_state, state.context(params), verified, taps_BTD
+        )
     return state.replace(drafter=drafter_state)
 
 
@@ -325,23 +427,39 @@ def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> t
         return Draft(jnp.zeros((B, 0), jnp.int32)), state.drafter
     coupled = cfg.verify == "coupled"
 
-    V, whole, degree = cfg.target.vocab_size, sharding.degree(cfg.mesh, "target"), sharding.degree(cfg.mesh, "draft")
+    V, whole, degree = (
+        cfg.target.vocab_size,
+        sharding.degree(cfg.mesh, "target"),
+        sharding.degree(cfg.mesh, "draft"),
+    )
 
     def draw(logits_BV, position_B):
         size = logits_BV.shape[1]
         if size not in (V, V // degree, V // whole):
-            raise SpecJAXError(f"a drafter's logits must have {V} columns, or those of a shard of the draft model, "
-                               f"{V // degree}, or of the target, {V // whole}; they have {size}")
+            raise SpecJAXError(
+                f"a drafter's logits must have {V} columns, or those of a shard of the draft model, "
+                f"{V // degree}, or of the target, {V // whole}; they have {size}"
+            )
         split = split_over(size, V, "draft" if size == V // degree else "target")
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        token_B1, law = sampling_lib.draw(logits_BV[:, None], state.sampling, position_B[:, None], stream,
-                                          num_valid=cfg.num_valid_tokens,
-                                          axis_name=split or None, implementation=cfg.implementation)
+        token_B1, law = sampling_lib.draw(
+            logits_BV[:, None],
+            state.sampling,
+            position_B[:, None],
+            stream,
+            num_valid=cfg.num_valid_tokens,
+            axis_name=split or None,
+            implementation=cfg.implementation,
+        )
         law = jax.tree.map(lambda x: x[:, 0], law)
         # Verification needs of the draft's law what this device has of the target's vocabulary.
         if size > V // whole:
-            shard = jax.lax.axis_index(tuple(axis for axis in MODEL_AXES["target"] if axis not in split))
-            own_BV = jax.lax.dynamic_slice_in_dim(law.logits_BTV, shard * (V // whole), V // whole, axis=1)
+            shard = jax.lax.axis_index(
+                tuple(axis for axis in MODEL_AXES["target"] if axis not in split)
+            )
+            own_BV = jax.lax.dynamic_slice_in_dim(
+                law.logits_BTV, shard * (V // whole), V // whole, axis=1
+            )
             law = law._replace(logits_BTV=own_BV)
         return _agreed(token_B1[:, 0], cfg, split), law
 
@@ -349,22 +467,32 @@ def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> t
         axes = MODEL_AXES["target"] if whole > 1 else ()
         token_V = jnp.arange(V // whole) + (jax.lax.axis_index(axes) * (V // whole) if axes else 0)
         one_B = jnp.ones(B, jnp.float32)
-        return Law(jnp.where(token_V == token_B[:, None], 0.0, -jnp.inf), 0 * one_B, 0 * one_B,
-                   None if state.sampling.temperature_B is None else one_B)
+        return Law(
+            jnp.where(token_V == token_B[:, None], 0.0, -jnp.inf),
+            0 * one_B,
+            0 * one_B,
+            None if state.sampling.temperature_B is None else one_B,
+        )
 
-    draft, drafter_state = cfg.drafter.propose(drafter_params, state.drafter, state.context(params),
-                                               Draw(draw, certain))
+    draft, drafter_state = cfg.drafter.propose(
+        drafter_params, state.drafter, state.context(params), Draw(draw, certain)
+    )
     if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
         expected = (B, cfg.drafter.num_tokens)
-        raise SpecJAXError(f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {expected}")
+        raise SpecJAXError(
+            f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {expected}"
+        )
     if draft.law is None:  # what was drawn is agreed on already
-        draft = draft._replace(**_agreed(dict(tokens_BK=draft.tokens_BK, count_B=draft.count_B), cfg))
+        draft = draft._replace(
+            **_agreed(dict(tokens_BK=draft.tokens_BK, count_B=draft.count_B), cfg)
+        )
     return draft, drafter_state
 
 
 def _agreed(tree, cfg: DecodeConfig, split: tuple[str, ...] = ()):
-    """The same integers on all devices that have computed them from copies: those of the first, should they ever
-    round differently. `split` are axes over whose devices they are the same already."""
+    """The same integers on all devices that have computed them from copies: those of the first,
+    should they ever round differently. `split` are axes over whose devices they are the same
+    already."""
     copies = tuple(axis for axis in MODEL_AXES["target"] if axis not in split)
     if cfg.mesh is None or all(cfg.mesh.shape[axis] == 1 for axis in copies):
         return tree

@@ -14,17 +14,20 @@ from specjax.errors import SpecJAXError
 
 _UMASK = os.umask(0)
 os.umask(_UMASK)
-MODE = 0o666 & ~_UMASK  # of a file as Python makes it; the safetensors library lets nobody but the owner read its own
+MODE = (
+    0o666 & ~_UMASK
+)  # of a file as Python makes it; the safetensors library lets nobody but the owner read its own
 INCOMPLETE = "INCOMPLETE"  # a file of this name marks a folder that is still being written, or whose writer was killed
 
 
 @contextlib.contextmanager
 def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Gives a temporary sibling of `output` to write into, and renames it to `output` at the very end.
+    """Gives a temporary sibling of `output` to write into, and renames it to `output` at the very
+    end.
 
-    An exception removes it. A killed process leaves it behind, marked, and `refuse_incomplete` refuses it.
-    Raises SpecJAXError, before anything is written, where `output` exists or its parent is not a folder, and in place
-    of an OSError, which is taken to be of writing.
+    An exception removes it. A killed process leaves it behind, marked, and `refuse_incomplete`
+    refuses it. Raises SpecJAXError, before anything is written, where `output` exists or its parent
+    is not a folder, and in place of an OSError, which is taken to be of writing.
     """
     final = pathlib.Path(output).absolute()
     refuse_existing(final)
@@ -35,12 +38,16 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
         raise SpecJAXError(f"cannot create {temporary}: {error.strerror}") from error
     try:
         marker = temporary / INCOMPLETE
-        marker.write_text("This folder is being written, or what wrote it was killed. It is not a checkpoint.\n")
+        marker.write_text(
+            "This folder is being written, or what wrote it was killed. It is not a checkpoint.\n"
+        )
         yield temporary
         for path in temporary.glob("*.safetensors"):
             path.chmod(MODE)
         marker.unlink()
-        refuse_existing(final)  # a rename would silently replace an empty folder made in the meantime
+        refuse_existing(
+            final
+        )  # a rename would silently replace an empty folder made in the meantime
         temporary.rename(final)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -51,8 +58,9 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def new_file(output: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Gives a temporary sibling of `output` to write to, and puts it in the place of `output` at the very end. An
-    exception removes it. Raises SpecJAXError in place of an OSError or a UnicodeError."""
+    """Gives a temporary sibling of `output` to write to, and puts it in the place of `output` at
+    the very end. An exception removes it. Raises SpecJAXError in place of an OSError or a
+    UnicodeError."""
     partial = pathlib.Path(f"{output}.incomplete-{os.getpid()}")
     try:
         yield partial
@@ -68,8 +76,8 @@ def new_file(output: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Raises OSError in place of what a library raises when it cannot write, for `new_folder` and `new_file` to name
-    the output."""
+    """Raises OSError in place of what a library raises when it cannot write, for `new_folder` and
+    `new_file` to name the output."""
     try:
         yield
     except Exception as error:  # TensorStore, safetensors and tokenizers have no common one
@@ -78,15 +86,20 @@ def writing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def parsing(where: object) -> Iterator[None]:
-    """Raises SpecJAXError, naming the file or folder `where`, in place of what malformed content makes of a parser."""
+    """Raises SpecJAXError, naming the file or folder `where`, in place of what malformed content
+    makes of a parser."""
     try:
         yield
     except SpecJAXError as error:
-        raise SpecJAXError(f"{where}: {error}" if str(where) not in str(error) else str(error)) from error
+        raise SpecJAXError(
+            f"{where}: {error}" if str(where) not in str(error) else str(error)
+        ) from error
     except KeyError as error:
         raise SpecJAXError(f"{where}: field {error.args[0]!r} is missing") from error
     except Exception as error:  # tokenizers raises plain Exception
-        raise SpecJAXError(f"{where}: a field has a value of the wrong kind: {_one_line(error)}") from error
+        raise SpecJAXError(
+            f"{where}: a field has a value of the wrong kind: {_one_line(error)}"
+        ) from error
 
 
 def _one_line(error: Exception) -> str:
@@ -102,7 +115,9 @@ def refuse_existing(output: str | os.PathLike) -> None:
 def refuse_incomplete(path: pathlib.Path) -> None:
     """Raises SpecJAXError for what a killed conversion or export left behind."""
     if (path / INCOMPLETE).exists():
-        raise SpecJAXError(f"{path} is incomplete: what wrote it was interrupted; remove it and write it again")
+        raise SpecJAXError(
+            f"{path} is incomplete: what wrote it was interrupted; remove it and write it again"
+        )
 
 
 def check_claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
@@ -112,19 +127,23 @@ def check_claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> No
       SpecJAXError: it holds something else, or what has another value, which is named.
     """
     if not (folder / name).exists():
-        if folder.is_dir() and any(not path.name.startswith(f"{name}.incomplete-") for path in folder.iterdir()):
+        if folder.is_dir() and any(
+            not path.name.startswith(f"{name}.incomplete-") for path in folder.iterdir()
+        ):
             raise SpecJAXError(f"{folder} is not empty, and has no {name} that says what it is")
         return
     theirs = read_json(folder / name)
     for field, value in json.loads(json.dumps(identity)).items():
         if theirs.get(field) != value:
-            raise SpecJAXError(f"{folder} was made with {field}={theirs.get(field)!r}, and here it is {value!r}: go on "
-                               "with the same flags and files, or choose another folder")
+            raise SpecJAXError(
+                f"{folder} was made with {field}={theirs.get(field)!r}, and here it is {value!r}: go on "
+                "with the same flags and files, or choose another folder"
+            )
 
 
 def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
-    """Makes a folder whose file `name` says what it is of, or checks that it is that already. Errors as for
-    `check_claim`."""
+    """Makes a folder whose file `name` says what it is of, or checks that it is that already.
+    Errors as for `check_claim`."""
     check_claim(folder, name, identity)
     if not (folder / name).exists():
         make_folder(folder)
@@ -133,7 +152,8 @@ def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
 
 
 def make_folder(folder: pathlib.Path) -> None:
-    """Makes a folder, and those above it, where there is none. Raises SpecJAXError where that cannot be done."""
+    """Makes a folder, and those above it, where there is none. Raises SpecJAXError where that
+    cannot be done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -160,8 +180,11 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def json_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """For each line of a JSONL file that is not blank, what errors call it, and its value. Raises SpecJAXError."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON strings may hold other line ends
+    """For each line of a JSONL file that is not blank, what errors call it, and its value. Raises
+    SpecJAXError."""
+    for number, line in enumerate(
+        read_text(path).split("\n"), 1
+    ):  # JSON strings may hold other line ends
         if line.strip():
             where = f"{path}, line {number}"
             try:

@@ -21,7 +21,9 @@ from specjax.drafters.eagle import HeadConfig
 from specjax.errors import SpecJAXError
 
 FORMAT = "specjax_head"
-SHIPPED = pathlib.Path(__file__).parent / "data" / "heads"  # a folder of each head that comes with the package
+SHIPPED = (
+    pathlib.Path(__file__).parent / "data" / "heads"
+)  # a folder of each head that comes with the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,13 @@ class Head:
     mesh: Mesh | None
 
 
-def save(folder: str | os.PathLike, cfg: HeadConfig, params, draft_ids_U: jax.Array | None, dtype=jnp.bfloat16) -> None:
+def save(
+    folder: str | os.PathLike,
+    cfg: HeadConfig,
+    params,
+    draft_ids_U: jax.Array | None,
+    dtype=jnp.bfloat16,
+) -> None:
     """Writes a folder, which appears whole or not at all.
 
     Args:
@@ -61,35 +69,42 @@ def save(folder: str | os.PathLike, cfg: HeadConfig, params, draft_ids_U: jax.Ar
 
 
 def shipped(target: LlamaConfig) -> pathlib.Path:
-    """The folder of the head that comes with the package for models of this shape. Raises SpecJAXError where there is
-    none."""
+    """The folder of the head that comes with the package for models of this shape. Raises
+    SpecJAXError where there is none."""
     for config in sorted(SHIPPED.glob("*/config.json")):
         with contextlib.suppress(SpecJAXError):
             check(config.parent, target)
             return config.parent
-    raise SpecJAXError("no head comes with SpecJAX for a model of this shape: name one (specjax train makes them)")
+    raise SpecJAXError(
+        "no head comes with SpecJAX for a model of this shape: name one (specjax train makes them)"
+    )
 
 
 def load(path: str | os.PathLike | None, target: Model) -> Head:
     """Loads a head for a target, in the dtype of its parameters and on its mesh.
 
     Args:
-      path: a folder that `save` has written; None for the head that comes with the package, see `shipped`.
+      path: a folder that `save` has written; None for the head that comes with the package, see
+        `shipped`.
       target: the model that it drafts for.
 
     Raises:
-      SpecJAXError: for files that cannot be read, or a head for another target, naming what differs.
+      SpecJAXError: for files that cannot be read, or a head for another target, naming what
+        differs.
     """
     path = shipped(target.config) if path is None else path
     cfg = check(path, target.config, target.mesh)
     _, params, draft_ids_U = read(path)
     dtype = target.params["embed_VD"].dtype
-    params = eagle.for_decoding(jax.tree.map(lambda x: x.astype(dtype), params), draft_ids_U, target.params)
+    params = eagle.for_decoding(
+        jax.tree.map(lambda x: x.astype(dtype), params), draft_ids_U, target.params
+    )
     return Head(cfg, sharding.place(params, target.mesh, "draft"), str(path), target.mesh)
 
 
 def read(path: str | os.PathLike) -> tuple[HeadConfig, Any, jax.Array | None]:
-    """What `save` has written: configuration, parameters in the stored dtype, and the tokens that can be guessed.
+    """What `save` has written: configuration, parameters in the stored dtype, and the tokens that
+    can be guessed.
 
     Raises:
       SpecJAXError: for files that cannot be read, naming the tensor at fault.
@@ -103,23 +118,36 @@ def read(path: str | os.PathLike) -> tuple[HeadConfig, Any, jax.Array | None]:
     with files.parsing(folder / "head.safetensors"):
         arrays = safetensors.flax.load_file(folder / "head.safetensors")
     for name in sorted(wanted.keys() ^ arrays.keys()):
-        raise SpecJAXError(f"{folder}: tensor {name!r} is {'missing' if name in wanted else 'not one of a head'}")
+        raise SpecJAXError(
+            f"{folder}: tensor {name!r} is {'missing' if name in wanted else 'not one of a head'}"
+        )
     for name, x in arrays.items():
         if x.shape != wanted[name].shape:
-            raise SpecJAXError(f"{folder}: tensor {name!r} has the shape {x.shape}, and must have {wanted[name].shape}")
-        if jnp.issubdtype(x.dtype, jnp.floating) != jnp.issubdtype(wanted[name].dtype, jnp.floating):
-            raise SpecJAXError(f"{folder}: tensor {name!r} has the dtype {x.dtype}, and must have one like "
-                               f"{wanted[name].dtype}")
+            raise SpecJAXError(
+                f"{folder}: tensor {name!r} has the shape {x.shape}, and must have {wanted[name].shape}"
+            )
+        if jnp.issubdtype(x.dtype, jnp.floating) != jnp.issubdtype(
+            wanted[name].dtype, jnp.floating
+        ):
+            raise SpecJAXError(
+                f"{folder}: tensor {name!r} has the dtype {x.dtype}, and must have one like "
+                f"{wanted[name].dtype}"
+            )
     draft_ids_U = arrays.pop("draft_ids_U", None)
-    if draft_ids_U is not None and not ((draft_ids_U >= 0) & (draft_ids_U < cfg.layer.vocab_size)).all():
+    if (
+        draft_ids_U is not None
+        and not ((draft_ids_U >= 0) & (draft_ids_U < cfg.layer.vocab_size)).all()
+    ):
         raise SpecJAXError(f"{folder}: 'draft_ids_U' has ids that are no tokens")
-    params = jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name, _ in _named(shapes)])
+    params = jax.tree.unflatten(
+        jax.tree.structure(shapes), [arrays[name] for name, _ in _named(shapes)]
+    )
     return cfg, params, draft_ids_U
 
 
 def check(path: str | os.PathLike, target: LlamaConfig, mesh: Mesh | None = None) -> HeadConfig:
-    """The shape of the head at `path`, see `load`, by its header. Raises SpecJAXError where it is not for the target or
-    the mesh."""
+    """The shape of the head at `path`, see `load`, by its header. Raises SpecJAXError where it is
+    not for the target or the mesh."""
     cfg = read_config(pathlib.Path(path))
     try:
         cfg.check(target)
@@ -138,10 +166,15 @@ def read_config(folder: pathlib.Path) -> HeadConfig:
     if fields.pop("format", None) != FORMAT:
         raise SpecJAXError(f"{folder} is not the folder of a head (one that specjax train wrote)")
     with files.parsing(folder / "config.json"):
-        return HeadConfig(LlamaConfig.from_dict(fields.pop("layer")), tuple(fields.pop("taps")), **fields)
+        return HeadConfig(
+            LlamaConfig.from_dict(fields.pop("layer")), tuple(fields.pop("taps")), **fields
+        )
 
 
 def _named(params) -> list[tuple[str, Any]]:
     """Parameters with names like "layers.0.attention.qkv_KGHD", in the order of the tree's leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return [(".".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path), x) for path, x in leaves]
+    return [
+        (".".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path), x)
+        for path, x in leaves
+    ]

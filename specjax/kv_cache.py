@@ -1,11 +1,13 @@
-"""Paged key/value cache: a pool of pages per layer, a block table per sequence, and a free list, all on the device.
+"""Paged key/value cache: a pool of pages per layer, a block table per sequence, and a free list,
+all on the device.
 
-The cache knows nothing of how long a sequence is: that is `DecodeState.length_B`, once. It only knows which page holds
-which *slots* (slot = absolute position of a token in its sequence). Slots at or beyond a sequence's length may hold
-anything at all; attention never lets them through. Rolling back after a rejection therefore moves and changes nothing.
+The cache knows nothing of how long a sequence is: that is `DecodeState.length_B`, once. It only
+knows which page holds which *slots* (slot = absolute position of a token in its sequence). Slots at
+or beyond a sequence's length may hold anything at all; attention never lets them through. Rolling
+back after a rejection therefore moves and changes nothing.
 
-On a mesh every part of the batch has a cache of its own, whose page ids count its own pages: a page never leaves the
-devices of its sequence. The kv heads are split like the model's.
+On a mesh every part of the batch has a cache of its own, whose page ids count its own pages: a page
+never leaves the devices of its sequence. The kv heads are split like the model's.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ class PagedKVCache:
     Attributes:
       k_PKZH: per layer, the pool of keys after rotary embedding, `[P, NKV, Z, H]`.
       v_PKZH: per layer, values, `[P, NKV, Z, H]`.
-      block_table_BX: int32, page that holds slots `[x * Z, (x + 1) * Z)` of a sequence; P (no such page) where none.
+      block_table_BX: int32, page that holds slots `[x * Z, (x + 1) * Z)` of a sequence; P (no such
+        page) where none.
       free_P: int32 stack of page ids; its first `num_free_C` entries are the free pages.
-      num_free_C: int32 `[1]`, how many; on a mesh the C caches of the parts of the batch have one each.
+      num_free_C: int32 `[1]`, how many; on a mesh the C caches of the parts of the batch have one
+        each.
     """
 
     k_PKZH: list[jax.Array]
@@ -49,8 +53,16 @@ def pages_for(num_slots: int, page_size: int) -> int:
     return -(-num_slots // page_size)
 
 
-def init(cfg: LlamaConfig, batch_size: int, max_slots: int, *, page_size: int, num_pages: int | None = None,
-         num_kv_heads: int | None = None, dtype=jnp.float32) -> PagedKVCache:
+def init(
+    cfg: LlamaConfig,
+    batch_size: int,
+    max_slots: int,
+    *,
+    page_size: int,
+    num_pages: int | None = None,
+    num_kv_heads: int | None = None,
+    dtype=jnp.float32,
+) -> PagedKVCache:
     """An empty cache.
 
     Args:
@@ -67,8 +79,12 @@ def init(cfg: LlamaConfig, batch_size: int, max_slots: int, *, page_size: int, n
     """
     max_pages = pages_for(max_slots, page_size) if page_size > 0 else 0
     num_pages = batch_size * max_pages if num_pages is None else num_pages
-    for name, value in (("batch_size", batch_size), ("max_slots", max_slots), ("page_size", page_size),
-                        ("num_pages", num_pages)):
+    for name, value in (
+        ("batch_size", batch_size),
+        ("max_slots", max_slots),
+        ("page_size", page_size),
+        ("num_pages", num_pages),
+    ):
         if value < 1:
             raise SpecJAXError(f"{name} must be at least 1, got {value}")
     shape = (num_pages, num_kv_heads or cfg.num_kv_heads, page_size, cfg.head_dim)
@@ -82,17 +98,21 @@ def init(cfg: LlamaConfig, batch_size: int, max_slots: int, *, page_size: int, n
 
 
 def reserve(cache: PagedKVCache, slots_B: jax.Array) -> PagedKVCache:
-    """Gives each sequence pages for its first `slots_B` slots; those it already has stay where they are.
+    """Gives each sequence pages for its first `slots_B` slots; those it already has stay where they
+    are.
 
-    A sequence that asks for more than X pages gets X. When the free list runs dry, the sequences last in the batch
-    get fewer pages than they asked for (their table keeps P there, and what is written to such slots is dropped).
-    With as many pages as `init` makes by default this cannot happen.
+    A sequence that asks for more than X pages gets X. When the free list runs dry, the sequences
+    last in the batch get fewer pages than they asked for (their table keeps P there, and what is
+    written to such slots is dropped). With as many pages as `init` makes by default this cannot
+    happen.
     """
     num_pages = cache.free_P.shape[0]
     max_pages = cache.block_table_BX.shape[1]
     wanted_BX = jnp.arange(max_pages) < -(-slots_B[:, None] // cache.page_size)
     missing_BX = wanted_BX & (cache.block_table_BX == num_pages)
-    rank_BX = jnp.cumsum(missing_BX.ravel()).reshape(missing_BX.shape)  # 1 for the first missing page, and so on
+    rank_BX = jnp.cumsum(missing_BX.ravel()).reshape(
+        missing_BX.shape
+    )  # 1 for the first missing page, and so on
     granted_BX = missing_BX & (rank_BX <= cache.num_free_C[0])
     page_BX = cache.free_P[jnp.clip(cache.num_free_C[0] - rank_BX, 0, num_pages - 1)]
     return cache.replace(
@@ -115,23 +135,29 @@ def release(cache: PagedKVCache, rows_B: jax.Array) -> PagedKVCache:
 
 
 def locate(cache: PagedKVCache, slots_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Page and offset of each slot, int32 `[B, T]`; the page is P for slots that no page holds (negative ones too)."""
+    """Page and offset of each slot, int32 `[B, T]`; the page is P for slots that no page holds
+    (negative ones too)."""
     num_pages = cache.free_P.shape[0]
     max_pages = cache.block_table_BX.shape[1]
     index_BT = slots_BT // cache.page_size
-    page_BT = jnp.take_along_axis(cache.block_table_BX, jnp.clip(index_BT, 0, max_pages - 1), axis=1)
+    page_BT = jnp.take_along_axis(
+        cache.block_table_BX, jnp.clip(index_BT, 0, max_pages - 1), axis=1
+    )
     held_BT = (slots_BT >= 0) & (index_BT < max_pages)
     return jnp.where(held_BT, page_BT, num_pages), slots_BT % cache.page_size
 
 
-def write(pool: jax.Array, page_BT: jax.Array, offset_BT: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-    """Writes new keys or values `[B, T, NKV, H]` to their pages and offsets in a pool `[P, NKV, Z, H]`, in place when
-    the pool is donated. Entries whose page is P are dropped."""
+def write(
+    pool: jax.Array, page_BT: jax.Array, offset_BT: jax.Array, new_BTKH: jax.Array
+) -> jax.Array:
+    """Writes new keys or values `[B, T, NKV, H]` to their pages and offsets in a pool `[P, NKV, Z,
+    H]`, in place when the pool is donated. Entries whose page is P are dropped."""
     return pool.at[page_BT, :, offset_BT].set(new_BTKH.astype(pool.dtype), mode="drop")
 
 
 def when(condition: jax.Array, function: Callable, carry: tuple) -> tuple:
-    """`function(*carry)` where the condition holds, `carry` elsewhere; like `lax.cond`, into whose branches and out of
-    which XLA copies the key/value pools. A loop of one round or none updates them where they are."""
+    """`function(*carry)` where the condition holds, `carry` elsewhere; like `lax.cond`, into whose
+    branches and out of which XLA copies the key/value pools. A loop of one round or none updates
+    them where they are."""
     once = lambda loop: (jnp.bool_(False), *function(*loop[1:]))  # noqa: E731
     return jax.lax.while_loop(lambda loop: loop[0], once, (condition, *carry))[1:]

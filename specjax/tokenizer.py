@@ -1,4 +1,5 @@
-"""Text to token ids and back: a `tokenizers.Tokenizer`, its special tokens, and the model's chat template."""
+"""Text to token ids and back: a `tokenizers.Tokenizer`, its special tokens, and the model's chat
+template."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ import tokenizers
 from specjax.errors import SpecJAXError
 from specjax.files import parsing, read_json, read_text, writing
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +36,8 @@ class Tokenizer:
 
     Attributes:
       backend: the tokenizer itself, with its normaliser, pre-tokeniser and post-processor.
-      special_tokens: text of the special tokens by role ("bos_token", ...), as chat templates see them.
+      special_tokens: text of the special tokens by role ("bos_token", ...), as chat templates see
+        them.
       chat_template: Jinja source, None where the model has none.
     """
 
@@ -42,14 +52,16 @@ class Tokenizer:
                 raise SpecJAXError(f"{role} must be a text, got {text!r}")
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes tokenizer.json and chat_template.jinja, but not `special_tokens`, of which formats differ."""
+        """Writes tokenizer.json and chat_template.jinja, but not `special_tokens`, of which formats
+        differ."""
         with writing():
             self.backend.save(str(folder / "tokenizer.json"))
             if self.chat_template is not None:
                 (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with what the model wants around it (such as a first BOS) unless told otherwise."""
+        """Token ids of `text`, with what the model wants around it (such as a first BOS) unless
+        told otherwise."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -73,25 +85,38 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the tokenizer's own end-of-sequence token; a model may have more (see `Model.eos_ids`)."""
+        """Id of the tokenizer's own end-of-sequence token; a model may have more (see
+        `Model.eos_ids`)."""
         return self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text that the model's chat template makes of `messages`, each {"role": ..., "content": ...}.
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text that the model's chat template makes of `messages`, each {"role": ...,
+        "content": ...}.
 
-        Raises SpecJAXError where the model has no chat template, or where the template refuses the messages.
+        Raises SpecJAXError where the model has no chat template, or where the template refuses the
+        messages.
         """
         if self.chat_template is None:
             raise SpecJAXError("this model has no chat template: give it a plain prompt")
         try:
             return _compile(self.chat_template).render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self.special_tokens)
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
         except (jinja2.TemplateError, TypeError) as error:
             raise SpecJAXError(f"the chat template refused the messages: {error}") from error
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of `render_chat`; the template itself writes whatever special tokens there are to be."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of `render_chat`; the template itself writes whatever special tokens there are
+        to be."""
+        return self.encode(
+            self.render_chat(messages, add_generation_prompt), add_special_tokens=False
+        )
 
     def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """A fresh incremental decoder."""
@@ -99,11 +124,13 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids as they arrive. Never gives half a character; all pieces joined equal `decode` of all ids.
+    """Decodes ids as they arrive. Never gives half a character; all pieces joined equal `decode` of
+    all ids.
 
-    A token's text may depend on its left neighbour (a leading space, a character split over tokens), so the ids of
-    the last piece are decoded again as context, and only what comes after their text is given out. A run of
-    SentencePiece's byte tokens waits for its end: one bad byte turns the whole run into U+FFFD.
+    A token's text may depend on its left neighbour (a leading space, a character split over
+    tokens), so the ids of the last piece are decoded again as context, and only what comes after
+    their text is given out. A run of SentencePiece's byte tokens waits for its end: one bad byte
+    turns the whole run into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
@@ -112,16 +139,21 @@ class StreamDecoder:
         self._waiting: list[int] = []
         backend = tokenizer.backend
         self._bytes = {backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
-        self._silent = {id_ for id_, token in backend.get_added_tokens_decoder().items()
-                        if token.special and skip_special_tokens}
+        self._silent = {
+            id_
+            for id_, token in backend.get_added_tokens_decoder().items()
+            if token.special and skip_special_tokens
+        }
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that has become certain with `ids`; often one token's, "" in the middle of a character."""
+        """The text that has become certain with `ids`; often one token's, "" in the middle of a
+        character."""
         self._waiting += map(int, ids)
         return self._take(final=False)
 
     def flush(self) -> str:
-        """The rest, at the end of the sequence: half a character comes out as U+FFFD, as it does from `decode`."""
+        """The rest, at the end of the sequence: half a character comes out as U+FFFD, as it does
+        from `decode`."""
         return self._take(final=True)
 
     def _take(self, final: bool) -> str:
@@ -133,35 +165,46 @@ class StreamDecoder:
         if len(text) == len(seen) or (text.endswith("\ufffd") and not final):
             return ""
         self._context, self._waiting = self._waiting, []
-        return text[len(seen):]
+        return text[len(seen) :]
 
 
 def from_folder(folder: pathlib.Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder: tokenizer.json, and the special tokens and chat template beside it.
+    """The tokenizer of a Hugging Face folder: tokenizer.json, and the special tokens and chat
+    template beside it.
 
-    None where there is no tokenizer at all. Raises SpecJAXError for files that cannot be read, and for a folder
-    that has only a SentencePiece `tokenizer.model`.
+    None where there is no tokenizer at all. Raises SpecJAXError for files that cannot be read, and
+    for a folder that has only a SentencePiece `tokenizer.model`.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
         if (folder / "tokenizer.model").exists():
-            raise SpecJAXError(f"{folder} has only a SentencePiece tokenizer.model; a tokenizer.json is needed "
-                               "(transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...))")
+            raise SpecJAXError(
+                f"{folder} has only a SentencePiece tokenizer.model; a tokenizer.json is needed "
+                "(transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
         return None
-    config, special = (read_json(folder / name) if (folder / name).exists() else {}
-                       for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    config, special = (
+        read_json(folder / name) if (folder / name).exists() else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
     special |= config
     backend = load_backend(path)
     with parsing(f"{folder}: tokenizer_config.json or special_tokens_map.json"):
-        # A special token is a string, or a dictionary that says how it is matched beside its "content".
-        texts = {name: value["content"] if isinstance(value, dict) else value
-                 for name in SPECIAL_NAMES if (value := special.get(name)) is not None}
+        # A special token is a string, or a dictionary that says how it is matched beside its
+        # "content".
+        texts = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name in SPECIAL_NAMES
+            if (value := special.get(name)) is not None
+        }
         template = config.get("chat_template")
         if isinstance(template, list):  # several named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         tokenizer = Tokenizer(backend, texts, template)
     if (folder / "chat_template.jinja").exists():
-        return dataclasses.replace(tokenizer, chat_template=read_text(folder / "chat_template.jinja"))
+        return dataclasses.replace(
+            tokenizer, chat_template=read_text(folder / "chat_template.jinja")
+        )
     return tokenizer
 
 
@@ -178,17 +221,24 @@ def load_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
 
 @functools.lru_cache
 def _compile(source: str) -> jinja2.Template:
-    """Templates come with downloaded models, so they run in Jinja's sandbox; the names they may use are those of
-    transformers (`utils/chat_template_utils.py`, `_cached_compile_jinja_template`)."""
+    """Templates come with downloaded models, so they run in Jinja's sandbox; the names they may use
+    are those of transformers (`utils/chat_template_utils.py`, `_cached_compile_jinja_template`)."""
 
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

@@ -1,4 +1,5 @@
-"""Tiny random models, and the ways in which tests drive the decode loop: always the product's own code."""
+"""Tiny random models, and the ways in which tests drive the decode loop: always the product's own
+code."""
 
 # ruff: noqa: E402
 
@@ -12,12 +13,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Before jax makes its backend. Code generation takes most of the time that a tiny model needs; these change no step
-# before it. A flag that XLA does not know ends the process, and the last of them does not exist in all versions.
-# Eight devices are for what runs on a mesh; everything else runs on the first.
+# Before jax makes its backend. Code generation takes most of the time that a tiny model needs;
+# these change no step before it. A flag that XLA does not know ends the process, and the last of
+# them does not exist in all versions. Eight devices are for what runs on a mesh; everything else
+# runs on the first.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0",
-         "--xla_llvm_disable_expensive_passes=true", "--xla_cpu_parallel_codegen_split_count=1"]  # fmt: skip
+FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
@@ -53,8 +59,8 @@ class Model(NamedTuple):
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_are_dropped():
-    """Compiled programs are memory maps, of which Linux gives a process 65,530. Beyond them XLA dies of a segmentation
-    fault."""
+    """Compiled programs are memory maps, of which Linux gives a process 65,530. Beyond them XLA
+    dies of a segmentation fault."""
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 10_000:
@@ -63,9 +69,17 @@ def _programs_are_dropped():
 
 @functools.cache
 def tiny(seed: int, vocab_size: int = 32, num_layers: int = 1, scale: float = 0.5) -> Model:
-    """A random Llama with grouped queries. Wide weights: its laws are far from flat, its text varied."""
-    config = LlamaConfig(vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_layers=num_layers,
-                         num_heads=4, num_kv_heads=2, head_dim=4)
+    """A random Llama with grouped queries. Wide weights: its laws are far from flat, its text
+    varied."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+    )
     return Model(config, llama.init(jax.random.key(seed), config, scale=scale))
 
 
@@ -78,26 +92,36 @@ def similar(seed: int, noise: float = 0.15, **kwargs) -> Model:
 
 
 def tiny_head(target: Model, taps: tuple[int, ...] = (), num_draft_tokens: int | None = None):
-    """A head for a tiny target, as training begins with it: its configuration and the parameters for decoding."""
+    """A head for a tiny target, as training begins with it: its configuration and the parameters
+    for decoding."""
     config = init_head.config(target.config, taps, num_draft_tokens)
     params = init_head.initial_params(config, target.params, jax.random.key(0))
     V = target.config.vocab_size
-    ids_U = None if num_draft_tokens is None else jnp.arange(num_draft_tokens, dtype=jnp.int32) * 2 % (V - 1 + V % 2)
+    ids_U = (
+        None
+        if num_draft_tokens is None
+        else jnp.arange(num_draft_tokens, dtype=jnp.int32) * 2 % (V - 1 + V % 2)
+    )
     return config, eagle.for_decoding(params, ids_U, target.params)
 
 
 def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
-    """The drafter called `name` and the params to give to the loop: none, the draft model's, or those of a head: one of
-    some layers that guesses some tokens, or behind another drafter one of the last layer that guesses all."""
+    """The drafter called `name` and the params to give to the loop: none, the draft model's, or
+    those of a head: one of some layers that guesses some tokens, or behind another drafter one of
+    the last layer that guesses all."""
     needs = base.needs(name)
     config, params = None, None
     if HeadConfig in needs:
         L, V = target.config.num_layers, target.config.vocab_size
-        config, params = tiny_head(target) if "," in name else tiny_head(target, tuple({0, L - 1}), V * 2 // 3)
+        config, params = (
+            tiny_head(target) if "," in name else tiny_head(target, tuple({0, L - 1}), V * 2 // 3)
+        )
     elif LlamaConfig in needs:
         config, params = draft
     params = tuple(params if kind else None for kind in needs)
-    return base.make(name, K, target.config, config, options=options), params[0] if len(needs) == 1 else params
+    return base.make(name, K, target.config, config, options=options), params[0] if len(
+        needs
+    ) == 1 else params
 
 
 class Result(NamedTuple):
@@ -107,9 +131,24 @@ class Result(NamedTuple):
     state: DecodeState
 
 
-def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=16, eos=(), temperature=0.0, top_k=0,
-            top_p=1.0, min_p=0.0, seed=0, capacity: int = CAPACITY, **config):
-    """Reads prompts; every keyword but `drafter`, `draft_params` and `capacity` is one value for all rows or a list.
+def prepare(
+    target: Model,
+    prompts,
+    *,
+    drafter=None,
+    draft_params=None,
+    max_new=16,
+    eos=(),
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    capacity: int = CAPACITY,
+    **config,
+):
+    """Reads prompts; every keyword but `drafter`, `draft_params` and `capacity` is one value for
+    all rows or a list.
 
     Returns the arguments of `GENERATE`.
     """
@@ -125,18 +164,34 @@ def prepare(target: Model, prompts, *, drafter=None, draft_params=None, max_new=
     def rows(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
 
-    sampling = sampling_lib.params(rows(seed, np.uint32), rows(temperature, np.float32), rows(top_k, np.int32),
-                                   rows(top_p, np.float32), rows(min_p, np.float32))
+    sampling = sampling_lib.params(
+        rows(seed, np.uint32),
+        rows(temperature, np.float32),
+        rows(top_k, np.int32),
+        rows(top_p, np.float32),
+        rows(min_p, np.float32),
+    )
     prefill_chunk = config.pop("prefill_chunk", 8)
     config = DecodeConfig(target.config, drafter, **{"page_size": 4, **config})
-    state = INIT(target.params, draft_params, config, jnp.asarray(tokens_BS), jnp.asarray(length_B),
-                 jnp.asarray(length_B + np.asarray(max_new, np.int32)), jnp.asarray(eos_BE), sampling, prefill_chunk)
+    state = INIT(
+        target.params,
+        draft_params,
+        config,
+        jnp.asarray(tokens_BS),
+        jnp.asarray(length_B),
+        jnp.asarray(length_B + np.asarray(max_new, np.int32)),
+        jnp.asarray(eos_BE),
+        sampling,
+        prefill_chunk,
+    )
     return target.params, draft_params, config, state
 
 
 def result(state: DecodeState) -> Result:
     """The text after the prompts."""
-    tokens_BS, start_B, end_B = map(np.asarray, (state.tokens_BS, state.prompt_length_B, state.length_B))
+    tokens_BS, start_B, end_B = map(
+        np.asarray, (state.tokens_BS, state.prompt_length_B, state.length_B)
+    )
     rows = zip(tokens_BS, start_B, end_B, strict=True)
     return Result([tokens_S[start:end].tolist() for tokens_S, start, end in rows], state)
 
@@ -147,7 +202,8 @@ def run(target: Model, prompts, **options) -> Result:
 
 
 def full_logits(model: Model, tokens_BS) -> np.ndarray:
-    """Next-token logits after every token, from one forward pass over the whole text and a fresh cache."""
+    """Next-token logits after every token, from one forward pass over the whole text and a fresh
+    cache."""
     return _full_pass(model.params, model.config, jnp.asarray(tokens_BS), ())[0]
 
 
@@ -166,7 +222,8 @@ def _full_pass(params, config, tokens_BS, taps):
 
 
 def reference_law(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """The law that `sampling.draw` draws from, for one vector, one step after the other, in float64."""
+    """The law that `sampling.draw` draws from, for one vector, one step after the other, in
+    float64."""
     logits_V = np.asarray(logits_V, np.float64)
     if temperature == 0:
         return np.eye(len(logits_V))[np.argmax(logits_V)]
@@ -177,13 +234,16 @@ def reference_law(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> n
         law_V /= law_V.sum()
     if top_p < 1:
         falling = np.sort(law_V)[::-1]
-        law_V = np.where(law_V < falling[(np.cumsum(falling) - falling < top_p).sum() - 1], 0, law_V)
+        law_V = np.where(
+            law_V < falling[(np.cumsum(falling) - falling < top_p).sum() - 1], 0, law_V
+        )
     law_V[law_V < min_p * law_V.max()] = 0
     return law_V / law_V.sum()
 
 
 class OracleParams(NamedTuple):
-    """What an oracle says: for each absolute position a token, and whether it has nothing to say there."""
+    """What an oracle says: for each absolute position a token, and whether it has nothing to say
+    there."""
 
     tokens_BS: jax.Array
     empty_BS: jax.Array
@@ -191,9 +251,11 @@ class OracleParams(NamedTuple):
 
 @functools.cache
 def oracle(K: int, taps: tuple[int, ...] = ()) -> base.Drafter:
-    """A drafter that reads its guesses from its params, so that tests decide what is accepted, and when.
+    """A drafter that reads its guesses from its params, so that tests decide what is accepted, and
+    when.
 
-    Its state keeps the taps it got: for every position the residual streams, and how many columns of the last round
+    Its state keeps the taps it got: for every position the residual streams, and how many columns
+      of the last round
     were not all zero.
     """
 
@@ -211,8 +273,10 @@ def oracle(K: int, taps: tuple[int, ...] = ()) -> base.Drafter:
         length_B, taps_BSD, width_BS = state
         row_B1 = jnp.arange(length_B.shape[0])[:, None]
         place_BT = length_B[:, None] - 1 + jnp.arange(K + 1)
-        taps_BSD = tuple(old.at[row_B1, place_BT].set(new, mode="drop")
-                         for old, new in zip(taps_BSD, taps_BTD, strict=True))
+        taps_BSD = tuple(
+            old.at[row_B1, place_BT].set(new, mode="drop")
+            for old, new in zip(taps_BSD, taps_BTD, strict=True)
+        )
         if taps:
             width_B = (taps_BTD[0] != 0).any(-1).sum(-1)
             width_BS = width_BS.at[row_B1, length_B[:, None]].set(width_B[:, None], mode="drop")
@@ -239,8 +303,11 @@ def compilations():
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs `specjax ARGUMENTS` in this process. Flags are global, so those of the run are removed after it."""
-    monkeypatch.setattr(main, "_configure_jax", lambda: None)  # a test leaves no compilation cache behind
+    """Runs `specjax ARGUMENTS` in this process. Flags are global, so those of the run are removed
+    after it."""
+    monkeypatch.setattr(
+        main, "_configure_jax", lambda: None
+    )  # a test leaves no compilation cache behind
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments) -> Outcome:

@@ -11,10 +11,21 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 288,
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "rope_theta": 500.0,
-    "tie_word_embeddings": False, "eos_token_id": 1,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_theta": 500.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
 }
 CHAT_TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
@@ -37,33 +48,62 @@ def shapes(config):
         result["lm_head.weight"] = (V, D)
     for i in range(c["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        matrices = {"self_attn.q_proj": (N * H, D), "self_attn.k_proj": (NKV * H, D), "self_attn.v_proj": (NKV * H, D),
-                    "self_attn.o_proj": (D, N * H), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D),
-                    "mlp.down_proj": (D, F)}
+        matrices = {
+            "self_attn.q_proj": (N * H, D),
+            "self_attn.k_proj": (NKV * H, D),
+            "self_attn.v_proj": (NKV * H, D),
+            "self_attn.o_proj": (D, N * H),
+            "mlp.gate_proj": (F, D),
+            "mlp.up_proj": (F, D),
+            "mlp.down_proj": (D, F),
+        }
         for name, shape in matrices.items():
             result[f"{layer}{name}.weight"] = shape
             if c.get("mlp_bias" if "mlp" in name else "attention_bias"):
                 result[f"{layer}{name}.bias"] = shape[:1]
-        result[layer + "input_layernorm.weight"] = result[layer + "post_attention_layernorm.weight"] = (D,)
+        result[layer + "input_layernorm.weight"] = result[
+            layer + "post_attention_layernorm.weight"
+        ] = (D,)
     return result
 
 
 def tensors(config, dtype="float32", seed=0):
     """Random tensors of a model."""
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape).astype(DTYPES[dtype]) for name, shape in shapes(config).items()}
+    return {
+        name: rng.standard_normal(shape).astype(DTYPES[dtype])
+        for name, shape in shapes(config).items()
+    }
 
 
 def backend():
-    """A byte-level BPE of 267 tokens (the model's vocabulary is padded to 288), with a BOS before every text."""
+    """A byte-level BPE of 267 tokens (the model's vocabulary is padded to 288), with a BOS before
+    every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("o", "r"), ("Ã", "©")]
-    tokens = ["<s>", "</s>", "<|user|>", "<|assistant|>", *alphabet, *(left + right for left, right in merges)]
+    merges = [
+        ("h", "e"),
+        ("l", "l"),
+        ("he", "ll"),
+        ("hell", "o"),
+        ("Ġ", "w"),
+        ("o", "r"),
+        ("Ã", "©"),
+    ]
+    tokens = [
+        "<s>",
+        "</s>",
+        "<|user|>",
+        "<|assistant|>",
+        *alphabet,
+        *(left + right for left, right in merges),
+    ]
     result = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     result.decoder = decoders.ByteLevel()
     result.add_special_tokens(tokens[:4])
-    result.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    result.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return result
 
 
@@ -71,7 +111,11 @@ def write_tokenizer(folder, **config):
     """tokenizer.json and tokenizer_config.json."""
     folder = pathlib.Path(folder)
     backend().save(str(folder / "tokenizer.json"))
-    fields = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "chat_template": CHAT_TEMPLATE}
+    fields = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "chat_template": CHAT_TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | config))
 
 
@@ -98,5 +142,8 @@ def write_folder(folder, config=None, arrays=None, shards=1, tokenizer=True, dty
 
 def read_folder(folder):
     """Every tensor of a Hugging Face folder."""
-    return {name: array for path in sorted(pathlib.Path(folder).glob("*.safetensors"))
-            for name, array in safetensors.numpy.load_file(path).items()}
+    return {
+        name: array
+        for path in sorted(pathlib.Path(folder).glob("*.safetensors"))
+        for name, array in safetensors.numpy.load_file(path).items()
+    }

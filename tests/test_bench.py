@@ -1,4 +1,5 @@
-"""`specjax bench`: what the commands write can be traced, and figures follow from what they are made of."""
+"""`specjax bench`: what the commands write can be traced, and figures follow from what they are
+made of."""
 
 import dataclasses
 import json
@@ -20,8 +21,15 @@ from specjax.sharding import make_mesh, place
 
 TARGET = tiny(6)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
-SHAPE = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
-                    head_dim=8)
+SHAPE = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +39,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def prompts(tmp_path):
-    return write_prompts(tmp_path / "prompts.jsonl", {"name": "greeting", "prompt": "hello", "domain": "prose"},
-                         {"prompt": "or", "domain": "code"}, {"prompt": "hello hello world", "domain": "code"})
+    return write_prompts(
+        tmp_path / "prompts.jsonl",
+        {"name": "greeting", "prompt": "hello", "domain": "prose"},
+        {"prompt": "or", "domain": "code"},
+        {"prompt": "hello hello world", "domain": "code"},
+    )
 
 
 def stats(rate, num_rounds, with_drafts):
@@ -42,23 +54,41 @@ def stats(rate, num_rounds, with_drafts):
 def test_the_prediction_is_the_formula_with_silent_rounds_as_plain_steps():
     cost = costs.Costs(plain_seconds=0.1, draft=0.05, verify=1.4, call_seconds=0.01)
     E = (1 - 0.6**4) / 0.4
-    assert costs.predicted_speedup(stats(0.6, 10, 10), cost, 3) == pytest.approx(E / (3 * 0.05 + 1.4))
-    assert costs.predicted_speedup(stats(0.6, 10, 5), cost, 3) == pytest.approx((E + 1) / (3 * 0.05 + 1.4 + 1))
+    assert costs.predicted_speedup(stats(0.6, 10, 10), cost, 3) == pytest.approx(
+        E / (3 * 0.05 + 1.4)
+    )
+    assert costs.predicted_speedup(stats(0.6, 10, 5), cost, 3) == pytest.approx(
+        (E + 1) / (3 * 0.05 + 1.4 + 1)
+    )
     assert costs.predicted_speedup(stats(np.nan, 10, 0), cost, 3) == 1
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle", "draft_model"])
 def test_costs_are_those_of_rounds_in_which_everything_is_drafted(name):
-    """A plain step, a round of free drafts and one of real ones: by the tokens that a round has room for."""
-    config, params = {"ngram": (None, None), "eagle": tiny_head(TARGET), "draft_model": similar(6)}[name]
+    """A plain step, a round of free drafts and one of real ones: by the tokens that a round has
+    room for."""
+    config, params = {"ngram": (None, None), "eagle": tiny_head(TARGET), "draft_model": similar(6)}[
+        name
+    ]
     drafter = base.make(name, 3, TARGET.config, config)
-    found = costs.measure(MODEL, 3, [(drafter, params)], batch_size=2, length=9, temperature=1.0, verify="rejection",
-                          page_size=4, implementation=None, repeats=2)
+    found = costs.measure(
+        MODEL,
+        3,
+        [(drafter, params)],
+        batch_size=2,
+        length=9,
+        temperature=1.0,
+        verify="rejection",
+        page_size=4,
+        implementation=None,
+        repeats=2,
+    )
     assert found.plain_seconds > 0 and found.verify > 0 and np.isfinite(found.draft)
 
 
 def test_costs_are_in_plain_steps_and_add_up_over_drafters(monkeypatch):
-    """8 rounds a call: plain 8 s, that is 1 s a step; a single one took 1.5 s, so that calling takes 0.5 s."""
+    """8 rounds a call: plain 8 s, that is 1 s a step; a single one took 1.5 s, so that calling
+    takes 0.5 s."""
     ran = {}
 
     def interleaved(prepare, repeats):
@@ -67,23 +97,49 @@ def test_costs_are_in_plain_steps_and_add_up_over_drafters(monkeypatch):
         return dict(zip(prepare, (8.0, 1.5, 12.0, 14.4, 16.8), strict=True))
 
     monkeypatch.setattr(costs.timing, "interleaved", interleaved)
-    parts = [(base.make("ngram", 3, TARGET.config), None), (base.make("ngram", 3, TARGET.config), None)]
-    found = costs.measure(MODEL, 3, parts, batch_size=1, length=9, temperature=0.0, verify="rejection", page_size=4,
-                          implementation=None, repeats=2)
+    parts = [
+        (base.make("ngram", 3, TARGET.config), None),
+        (base.make("ngram", 3, TARGET.config), None),
+    ]
+    found = costs.measure(
+        MODEL,
+        3,
+        parts,
+        batch_size=1,
+        length=9,
+        temperature=0.0,
+        verify="rejection",
+        page_size=4,
+        implementation=None,
+        repeats=2,
+    )
     assert dataclasses.astuple(found) == pytest.approx((1.0, (0.3 + 0.6) / 3, 1.5, 0.5))
     assert list(ran.values()) == [8, 1, 8, 8, 8]
 
 
 def test_decode(command, folder, prompts, tmp_path):
-    outcome = command("bench", "decode", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=12",
-                      "--drafter=ngram", "--drafter=draft_model", f"--draft={folder}", "--num_speculative_tokens=2",
-                      "--paging_length=20", f"--output={tmp_path / 'out.json'}")
+    outcome = command(
+        "bench",
+        "decode",
+        f"--target={folder}",
+        f"--prompts_file={prompts}",
+        "--max_new_tokens=12",
+        "--drafter=ngram",
+        "--drafter=draft_model",
+        f"--draft={folder}",
+        "--num_speculative_tokens=2",
+        "--paging_length=20",
+        f"--output={tmp_path / 'out.json'}",
+    )
     assert (outcome.code, outcome.err) == (0, "")
     assert "A step at 20 tokens: " in outcome.out and "real/pred" in outcome.out
     result = json.loads((tmp_path / "out.json").read_text())
     assert [(row["domain"], row["drafter"], row["temperature"]) for row in result["rows"]] == [
-        (domain, drafter, temperature) for temperature in (0, 1) for drafter in ("ngram", "draft_model")
-        for domain in ("code", "prose")]
+        (domain, drafter, temperature)
+        for temperature in (0, 1)
+        for drafter in ("ngram", "draft_model")
+        for domain in ("code", "prose")
+    ]
     for row in result["rows"]:
         assert row["prompts"] == (2 if row["domain"] == "code" else 1)
         assert row["speedup"] == pytest.approx(row["speculative"] / row["plain"])
@@ -110,23 +166,41 @@ def test_a_changed_greedy_text_stops_the_benchmark(monkeypatch):
         return generate(target, drafter, prompts, **options)
 
     monkeypatch.setattr(generation, "generate", wrong)
-    with pytest.raises(SpecJAXError, match="a prompt of code: speculation with ngram changed the greedy text"):
-        domains.by_domain(MODEL, [("code", (1, 2, 3))], {"ngram": {"drafter": "ngram", "num_speculative_tokens": 2}},
-                          temperatures=[0.0], max_new_tokens=8, repeats=1,
-                          common={"verify": "rejection", "page_size": 8, "implementation": None})
+    with pytest.raises(
+        SpecJAXError, match="a prompt of code: speculation with ngram changed the greedy text"
+    ):
+        domains.by_domain(
+            MODEL,
+            [("code", (1, 2, 3))],
+            {"ngram": {"drafter": "ngram", "num_speculative_tokens": 2}},
+            temperatures=[0.0],
+            max_new_tokens=8,
+            repeats=1,
+            common={"verify": "rejection", "page_size": 8, "implementation": None},
+        )
 
 
 def test_saturation(command, folder, prompts, tmp_path):
-    outcome = command("bench", "saturation", f"--target={folder}", f"--prompts_file={prompts}", "--batch_sizes=1,4",
-                      "--draft_lengths=1,2", "--max_new_tokens=8", f"--plot={tmp_path / 'plot.png'}",
-                      f"--output={tmp_path / 'out.json'}")
+    outcome = command(
+        "bench",
+        "saturation",
+        f"--target={folder}",
+        f"--prompts_file={prompts}",
+        "--batch_sizes=1,4",
+        "--draft_lengths=1,2",
+        "--max_new_tokens=8",
+        f"--plot={tmp_path / 'plot.png'}",
+        f"--output={tmp_path / 'out.json'}",
+    )
     assert (outcome.code, outcome.err) == (0, "")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     points = json.loads((tmp_path / "out.json").read_text())["points"]
     assert [point["batch_size"] for point in points] == [1, 4]
     for point in points:
         rates = {int(k): rate for k, rate in point["speculative"].items()}
-        assert set(rates) == {1, 2} and point["speedup"] == pytest.approx(max(rates.values()) / point["plain"])
+        assert set(rates) == {1, 2} and point["speedup"] == pytest.approx(
+            max(rates.values()) / point["plain"]
+        )
 
 
 def test_every_batch_size_decodes_the_same_texts(monkeypatch):
@@ -135,17 +209,28 @@ def test_every_batch_size_decodes_the_same_texts(monkeypatch):
     def record(target, *args, **options):
         run = generate(target, *args, **options)
         texts = [completion.tokens for completion in run.completions]
-        seen.append((options.get("num_speculative_tokens", 0), options["prompts"], options["seed"], texts))
+        seen.append(
+            (options.get("num_speculative_tokens", 0), options["prompts"], options["seed"], texts)
+        )
         return run
 
     generate = generation.generate
     monkeypatch.setattr(generation, "generate", record)
     prompts = [(1, 2, 3), (4, 5), (6, 7, 8)]
-    saturation.measure(MODEL, prompts, {"drafter": "ngram"}, batch_sizes=[1, 2, 8], num_speculative_tokens=[3],
-                       max_new_tokens=6, temperature=1.0, repeats=1,
-                       common={"verify": "coupled", "page_size": 8, "implementation": None})
+    saturation.measure(
+        MODEL,
+        prompts,
+        {"drafter": "ngram"},
+        batch_sizes=[1, 2, 8],
+        num_speculative_tokens=[3],
+        max_new_tokens=6,
+        temperature=1.0,
+        repeats=1,
+        common={"verify": "coupled", "page_size": 8, "implementation": None},
+    )
     assert [(k, len(texts)) for k, *_, texts in seen] == [
-        (k, rows) for rows, calls in ((1, 3), (2, 2), (8, 1)) for _ in range(calls) for k in (0, 3)]
+        (k, rows) for rows, calls in ((1, 3), (2, 2), (8, 1)) for _ in range(calls) for k in (0, 3)
+    ]
     text = {}
     for _, *batch in seen:
         for prompt, seed, tokens in zip(*batch, strict=True):
@@ -164,72 +249,153 @@ def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
     found = []
     for shape, epsilon in ((biased, 0.0), (SHAPE, 0.0), (SHAPE, 0.3), (SHAPE, 3.0)):
         target, draft = synthetic.make_pair(shape, 2, 0, jnp.float32, epsilon)
-        run = generation.generate(target, "draft_model", [[1, 2, 3]] * 8, draft=draft, num_speculative_tokens=2,
-                                  temperature=1.0, seed=list(range(8)), max_new_tokens=40)
+        run = generation.generate(
+            target,
+            "draft_model",
+            [[1, 2, 3]] * 8,
+            draft=draft,
+            num_speculative_tokens=2,
+            temperature=1.0,
+            seed=list(range(8)),
+            max_new_tokens=40,
+        )
         found.append(synthetic.metrics.acceptance(run.completions, 2).rate)
     assert found[0] == found[1] == 1 and 1 > found[2] > found[3]
 
 
 @pytest.mark.parametrize("wanted", [0.4, 0.9])
 def test_gpu_in_small(command, tmp_path, wanted):
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
-              "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "hidden_act": "silu"}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+    }
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
-    outcome = command("bench", "gpu", f"--target={tmp_path / 'shape'}", "--draft_layers=2", f"--acceptance={wanted}",
-                      "--num_speculative_tokens=2", "--max_speculative_tokens=2", "--batch_size=24",
-                      "--prompt_length=8", "--max_new_tokens=48", "--dtype=float32", "--repeats=1", "--copy_bytes=4096",
-                      f"--output={tmp_path / 'out.json'}")
+    outcome = command(
+        "bench",
+        "gpu",
+        f"--target={tmp_path / 'shape'}",
+        "--draft_layers=2",
+        f"--acceptance={wanted}",
+        "--num_speculative_tokens=2",
+        "--max_speculative_tokens=2",
+        "--batch_size=24",
+        "--prompt_length=8",
+        "--max_new_tokens=48",
+        "--dtype=float32",
+        "--repeats=1",
+        "--copy_bytes=4096",
+        f"--output={tmp_path / 'out.json'}",
+    )
     assert (outcome.code, outcome.err) == (0, "")
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["acceptance"] == pytest.approx(wanted, abs=0.05)
-    assert set(result["verify_by_k"]) == {"1", "2"} and result["plain"] > 0 and result["copy_bandwidth"] > 0
+    assert (
+        set(result["verify_by_k"]) == {"1", "2"}
+        and result["plain"] > 0
+        and result["copy_bandwidth"] > 0
+    )
     assert "realised / predicted" in outcome.out
 
 
-@pytest.mark.parametrize("mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"])
+@pytest.mark.parametrize(
+    "mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"]
+)
 def test_peers(command, folder, prompts, tmp_path, mesh):
-    outcome = command("bench", "peers", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=20",
-                      "--repeats=1", f"--output={tmp_path / 'out.json'}", *mesh)
+    outcome = command(
+        "bench",
+        "peers",
+        f"--target={folder}",
+        f"--prompts_file={prompts}",
+        "--max_new_tokens=20",
+        "--repeats=1",
+        f"--output={tmp_path / 'out.json'}",
+        *mesh,
+    )
     assert (outcome.code, outcome.err) == (0, "")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["name"], row["tokens"]) for row in rows] == [("greeting", 20), ("prompt 1", 20), ("prompt 2", 20)]
+    assert [(row["name"], row["tokens"]) for row in rows] == [
+        ("greeting", 20),
+        ("prompt 1", 20),
+        ("prompt 2", 20),
+    ]
     assert all(min(row["plain"], row["speculative"], row["floor"]) > 0 for row in rows)
 
 
 def test_peers_with_transformers(command, folder, prompts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    outcome = command("bench", "peers", f"--target={folder}", f"--prompts_file={prompts}", "--max_new_tokens=20",
-                      "--repeats=1", "--peers=transformers,transformers_lookup", f"--output={tmp_path / 'out.json'}")
+    outcome = command(
+        "bench",
+        "peers",
+        f"--target={folder}",
+        f"--prompts_file={prompts}",
+        "--max_new_tokens=20",
+        "--repeats=1",
+        "--peers=transformers,transformers_lookup",
+        f"--output={tmp_path / 'out.json'}",
+    )
     assert outcome.code == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert all(set(row["peers"]) == {"transformers", "transformers_lookup"} for row in rows)
 
 
-@pytest.mark.parametrize(("arguments", "parts"), [
-    (["peers", "--peers=vllm"], ["peer 'vllm' is not known; known: transformers"]),
-    (["decode", "--temperatures=hot"], ["--temperatures must be numbers"]),
-    (["decode", "--temperatures=-1"], ["--temperatures must be finite and at least 0"]),
-    (["decode", "--temperatures=nan"], ["--temperatures must be finite and at least 0"]),
-    (["decode", "--drafter=none"], ["--drafter=none"]),
-    (["decode", "--drafter=eagle", "--drafter=draft_model"], ["there is one --draft"]),
-    (["decode", "--drafter=ngram", "--repeats=0"], ["--repeats=0: 0 is not a positive integer"]),
-    (["decode", "--drafter=ngram", "--num_speculative_tokens=0"], ["--num_speculative_tokens=0: 0 is not a positive"]),
-    (["decode", "--drafter=ngram", "--draft=x"], ["--draft=x", "ngram uses no draft model and no head"]),
-    (["decode", "--drafter=ngram", "--drafter_options=min_n=9"], ["min_n=9"]),
-    (["decode", "--drafter=ngram", "--drafter=eagle", "--drafter_options=min_n=1"], ["no head comes with SpecJAX"]),
-    (["saturation", "--plot=x.jpg"], ["--plot=x.jpg must end in .png"]),
-    (["peers", "--gguf=x.gguf"], ["--gguf=x.gguf is for llama.cpp, which --peers does not name"]),
-    (["peers", "--threads=1"], ["--threads is for the engines of --peers"]),
-    (["peers", "--peers=transformers", "--max_new_tokens=1"], ["--max_new_tokens must be at least 2"]),
-    (["gpu", "--acceptance=1.5"], ["the wanted acceptance must be between 0 and 1, got 1.5"]),
-    (["gpu", "--max_new_tokens=99999"], ["beyond the context of the target"]),
-    (["saturation", "--batch_sizes=0,1"], ["--batch_sizes must be finite and at least 1"]),
-    (["saturation", "--drafter=none"], ["--drafter=none"]),
-    (["gpu", "--draft_layers=4", "--prompt_length=8", "--max_new_tokens=8"], ["1 to 3 of the target's layers, got 4"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["peers", "--peers=vllm"], ["peer 'vllm' is not known; known: transformers"]),
+        (["decode", "--temperatures=hot"], ["--temperatures must be numbers"]),
+        (["decode", "--temperatures=-1"], ["--temperatures must be finite and at least 0"]),
+        (["decode", "--temperatures=nan"], ["--temperatures must be finite and at least 0"]),
+        (["decode", "--drafter=none"], ["--drafter=none"]),
+        (["decode", "--drafter=eagle", "--drafter=draft_model"], ["there is one --draft"]),
+        (
+            ["decode", "--drafter=ngram", "--repeats=0"],
+            ["--repeats=0: 0 is not a positive integer"],
+        ),
+        (
+            ["decode", "--drafter=ngram", "--num_speculative_tokens=0"],
+            ["--num_speculative_tokens=0: 0 is not a positive"],
+        ),
+        (
+            ["decode", "--drafter=ngram", "--draft=x"],
+            ["--draft=x", "ngram uses no draft model and no head"],
+        ),
+        (["decode", "--drafter=ngram", "--drafter_options=min_n=9"], ["min_n=9"]),
+        (
+            ["decode", "--drafter=ngram", "--drafter=eagle", "--drafter_options=min_n=1"],
+            ["no head comes with SpecJAX"],
+        ),
+        (["saturation", "--plot=x.jpg"], ["--plot=x.jpg must end in .png"]),
+        (
+            ["peers", "--gguf=x.gguf"],
+            ["--gguf=x.gguf is for llama.cpp, which --peers does not name"],
+        ),
+        (["peers", "--threads=1"], ["--threads is for the engines of --peers"]),
+        (
+            ["peers", "--peers=transformers", "--max_new_tokens=1"],
+            ["--max_new_tokens must be at least 2"],
+        ),
+        (["gpu", "--acceptance=1.5"], ["the wanted acceptance must be between 0 and 1, got 1.5"]),
+        (["gpu", "--max_new_tokens=99999"], ["beyond the context of the target"]),
+        (["saturation", "--batch_sizes=0,1"], ["--batch_sizes must be finite and at least 1"]),
+        (["saturation", "--drafter=none"], ["--drafter=none"]),
+        (
+            ["gpu", "--draft_layers=4", "--prompt_length=8", "--max_new_tokens=8"],
+            ["1 to 3 of the target's layers, got 4"],
+        ),
+    ],
+)
 def test_what_cannot_be_measured_is_refused(command, folder, prompts, tmp_path, arguments, parts):
     shape = write_model(tmp_path / "shape", num_hidden_layers=4)
     extra = [f"--target={shape}", f"--output={tmp_path / 'new.json'}"]
@@ -241,14 +407,21 @@ def test_what_cannot_be_measured_is_refused(command, folder, prompts, tmp_path, 
 
 def test_prompts_without_a_domain_are_refused(command, folder, tmp_path):
     path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "hello"})
-    check_refused(command("bench", "decode", f"--target={folder}", "--drafter=ngram", f"--prompts_file={path}"), path,
-                  "prompt 1 has no 'domain'")
+    check_refused(
+        command(
+            "bench", "decode", f"--target={folder}", "--drafter=ngram", f"--prompts_file={path}"
+        ),
+        path,
+        "prompt 1 has no 'domain'",
+    )
 
 
 def test_the_prompts_that_ship_are_of_four_domains():
     from specjax.cli import bench_decode, jsonl
 
     rows = jsonl.read_prompts(str(bench_decode.PROMPTS))
-    counts = {domain: sum(row["domain"] == domain for row in rows) for domain in bench_decode.PUBLIC}
+    counts = {
+        domain: sum(row["domain"] == domain for row in rows) for domain in bench_decode.PUBLIC
+    }
     assert all(count >= 12 for count in counts.values()) and sum(counts.values()) == len(rows)
     assert len({json.dumps(row["prompt"]) for row in rows}) == len(rows)

@@ -17,13 +17,22 @@ from specjax.checkpoints_convert import hf
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 VARIANTS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "head_dim": 8},
     "biases": {"attention_bias": True, "mlp_bias": True, "rope_scaling": LLAMA3},
-    "head_dim": {"head_dim": 16, "num_key_value_heads": 1, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "head_dim": {
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
 }
 
 
@@ -34,9 +43,16 @@ def assert_same_bits(actual, expected):
         assert actual[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize(("variant", "dtype", "shards"), [
-    *((*case, 1 + i % 2) for i, case in enumerate(itertools.product(VARIANTS, make_folders.DTYPES))),
-    ("plain", "bfloat16", 3)])
+@pytest.mark.parametrize(
+    ("variant", "dtype", "shards"),
+    [
+        *(
+            (*case, 1 + i % 2)
+            for i, case in enumerate(itertools.product(VARIANTS, make_folders.DTYPES))
+        ),
+        ("plain", "bfloat16", 3),
+    ],
+)
 def test_round_trip_is_equal_bit_for_bit(tmp_path, variant, dtype, shards):
     arrays = make_folders.tensors(VARIANTS[variant], dtype)
     arrays["model.embed_tokens.weight"].flat[:5] = [-0.0, np.inf, -np.inf, np.nan, 6e-8]
@@ -56,7 +72,11 @@ def test_the_three_folders_load_as_the_same_model(tmp_path):
     models = [checkpoint.load(tmp_path / name) for name in ("hf", "ours", "back")]
     for model in models[1:]:
         jax.tree.map(np.testing.assert_array_equal, model.params, models[0].params)
-        assert (model.config, model.eos_ids) == (models[0].config, models[0].eos_ids) == (models[0].config, (1, 3, 5))
+        assert (
+            (model.config, model.eos_ids)
+            == (models[0].config, models[0].eos_ids)
+            == (models[0].config, (1, 3, 5))
+        )
         assert model.tokenizer.backend.to_str() == models[0].tokenizer.backend.to_str()
         assert model.tokenizer.special_tokens == models[0].tokenizer.special_tokens
         assert model.tokenizer.chat_template == make_folders.CHAT_TEMPLATE
@@ -65,7 +85,9 @@ def test_the_three_folders_load_as_the_same_model(tmp_path):
 
 
 def test_without_a_tokenizer(tmp_path):
-    checkpoint.convert(make_folders.write_folder(tmp_path / "hf", tokenizer=False), tmp_path / "ours")
+    checkpoint.convert(
+        make_folders.write_folder(tmp_path / "hf", tokenizer=False), tmp_path / "ours"
+    )
     checkpoint.export(tmp_path / "ours", tmp_path / "back")
     for name in ("hf", "ours", "back"):
         model = checkpoint.load(tmp_path / name)
@@ -93,7 +115,9 @@ def test_conversion_to_another_dtype(tmp_path):
     source = make_folders.write_folder(tmp_path / "hf", arrays=arrays)
     checkpoint.convert(source, tmp_path / "ours", dtype="bfloat16")
     checkpoint.export(tmp_path / "ours", tmp_path / "back")
-    rounded = {name: array.astype(make_folders.DTYPES["bfloat16"]) for name, array in arrays.items()}
+    rounded = {
+        name: array.astype(make_folders.DTYPES["bfloat16"]) for name, array in arrays.items()
+    }
     assert_same_bits(make_folders.read_folder(tmp_path / "back"), rounded)
     checkpoint.convert(tmp_path / "ours", tmp_path / "wide", dtype=np.float32)
     assert checkpoint.open_source(tmp_path / "wide").dtype == "float32"
@@ -103,7 +127,11 @@ def test_conversion_to_another_dtype(tmp_path):
 @pytest.mark.parametrize("kind", ["folder", "file", "broken link"])
 def test_output_that_exists_is_refused_before_any_work(tmp_path, write, kind):
     output = tmp_path / "out"
-    {"folder": output.mkdir, "file": output.touch, "broken link": lambda: output.symlink_to("nowhere")}[kind]()
+    {
+        "folder": output.mkdir,
+        "file": output.touch,
+        "broken link": lambda: output.symlink_to("nowhere"),
+    }[kind]()
     with pytest.raises(SpecJAXError, match="out exists"):
         write(tmp_path / "does not matter", output)
     assert list(tmp_path.iterdir()) == [output]
@@ -118,7 +146,11 @@ def test_output_in_a_folder_that_does_not_exist(tmp_path):
 def test_sources_that_are_no_checkpoints(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    for name, words in (("absent", "does not exist"), ("empty", "no config.json"), ("file", "neither a folder nor")):
+    for name, words in (
+        ("absent", "does not exist"),
+        ("empty", "no config.json"),
+        ("file", "neither a folder nor"),
+    ):
         with pytest.raises(SpecJAXError, match=words) as caught:
             checkpoint.load(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
@@ -133,7 +165,9 @@ def test_a_folder_may_be_called_gguf(tmp_path):
     checkpoint.load(make_folders.write_folder(tmp_path / "t.gguf"))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device"), MemoryError])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, OSError("No space left on device"), MemoryError]
+)
 @pytest.mark.parametrize("write", [checkpoint.convert, checkpoint.export])
 def test_an_exception_leaves_nothing(tmp_path, write, error):
     source = make_folders.write_folder(tmp_path / "hf")
@@ -169,8 +203,11 @@ def test_a_write_that_fails_names_the_output_and_leaves_nothing(tmp_path, write)
 def test_a_source_that_vanishes_is_not_a_fault_of_the_output(tmp_path, write):
     source = make_folders.write_folder(tmp_path / "hf", shards=2)
     with pytest.raises(SpecJAXError, match=r"cannot read .*safetensors"):
-        write(source, tmp_path / "out", progress=lambda done, total: [
-            path.unlink() for path in source.glob("*.safetensors")])
+        write(
+            source,
+            tmp_path / "out",
+            progress=lambda done, total: [path.unlink() for path in source.glob("*.safetensors")],
+        )
 
 
 KILLED = """
@@ -183,11 +220,15 @@ checkpoint.convert(sys.argv[1], sys.argv[2], progress=progress)
 """
 
 
-@pytest.mark.parametrize("parameters", [1, 15])  # the first, and the last: all arrays written, the rest not
+@pytest.mark.parametrize(
+    "parameters", [1, 15]
+)  # the first, and the last: all arrays written, the rest not
 def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path, parameters):
     source = make_folders.write_folder(tmp_path / "hf")
     output = tmp_path / "out"
-    result = subprocess.run([sys.executable, "-c", KILLED, source, output, str(parameters)], capture_output=True)
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, source, output, str(parameters)], capture_output=True
+    )
     assert result.returncode == -signal.SIGKILL
     assert not output.exists()
     (left,) = tmp_path.glob("out.incomplete-*")
@@ -232,39 +273,78 @@ def test_damaged_checkpoints(ours):
     name = largest(ours).name
     model = json.loads((ours / "config.json").read_text())["model"]
     refused(lambda path: shutil.rmtree(path / "params" / "layers" / "001"), "layers/001", "missing")
-    refused(lambda path: shutil.copytree(path / "params/layers/001", path / "params/layers/002"),
-            "layers/002", "surplus")
+    refused(
+        lambda path: shutil.copytree(path / "params/layers/001", path / "params/layers/002"),
+        "layers/002",
+        "surplus",
+    )
     refused(lambda path: largest(path).write_bytes(b"half"), name, "4 bytes long instead of")
     refused(lambda path: largest(path).unlink(), name, "missing")
     refused(lambda path: largest(path).with_name("more").touch(), "more", "surplus")
-    refused(lambda path: (path / "params/layers/001/manifest.ocdbt").write_bytes(
-        bytes((path / "params/layers/001/manifest.ocdbt").stat().st_size)), "layers/001", "cannot read")
-    refused(lambda path: _edit(path / "config.json", model=model | {"num_layers": 3}), "layers/002", "missing")
-    refused(lambda path: _edit(path / "config.json", model=model | {"num_layers": 1}), "layers/001", "surplus")
-    refused(lambda path: _edit(path / "config.json", model=model | {"attention_bias": True}), "qkv_bias_KGH", "missing")
-    refused(lambda path: _edit(path / "config.json", model=model | {"hidden_size": 64}),
-            "embed_VD", "[288, 32]", "[288, 64]")
+    refused(
+        lambda path: (path / "params/layers/001/manifest.ocdbt").write_bytes(
+            bytes((path / "params/layers/001/manifest.ocdbt").stat().st_size)
+        ),
+        "layers/001",
+        "cannot read",
+    )
+    refused(
+        lambda path: _edit(path / "config.json", model=model | {"num_layers": 3}),
+        "layers/002",
+        "missing",
+    )
+    refused(
+        lambda path: _edit(path / "config.json", model=model | {"num_layers": 1}),
+        "layers/001",
+        "surplus",
+    )
+    refused(
+        lambda path: _edit(path / "config.json", model=model | {"attention_bias": True}),
+        "qkv_bias_KGH",
+        "missing",
+    )
+    refused(
+        lambda path: _edit(path / "config.json", model=model | {"hidden_size": 64}),
+        "embed_VD",
+        "[288, 32]",
+        "[288, 64]",
+    )
     refused(lambda path: _edit(path / "config.json", model={"hidden_size": 64}), "configuration")
     refused(lambda path: _edit(path / "config.json", version=99), "version 99")
-    for field, value in (("files", 3), ("eos_ids", ["x"]), ("special_tokens", 3), ("special_tokens", {"eos_token": 3}),
-                         ("dtype", "int8"), ("model", 3)):
-        refused(lambda path, fields={field: value}: _edit(path / "config.json", **fields), "config.json")
+    for field, value in (
+        ("files", 3),
+        ("eos_ids", ["x"]),
+        ("special_tokens", 3),
+        ("special_tokens", {"eos_token": 3}),
+        ("dtype", "int8"),
+        ("model", 3),
+    ):
+        refused(
+            lambda path, fields={field: value}: _edit(path / "config.json", **fields), "config.json"
+        )
     refused(lambda path: (path / "config.json").write_text("{"), "config.json", "JSON")
     refused(lambda path: (path / "config.json").unlink(), "no config.json")
 
 
 def test_surplus_parameter_of_a_layer(tmp_path):
-    checkpoint.convert(make_folders.write_folder(tmp_path / "hf", {"mlp_bias": True}), tmp_path / "ours")
+    checkpoint.convert(
+        make_folders.write_folder(tmp_path / "hf", {"mlp_bias": True}), tmp_path / "ours"
+    )
     model = json.loads((tmp_path / "ours" / "config.json").read_text())["model"]
     _edit(tmp_path / "ours" / "config.json", model=model | {"mlp_bias": False})
-    with pytest.raises(SpecJAXError, match=r"mlp\.(gate_up_bias_2F|down_bias_D) is not part of this model \(surplus\)"):
+    with pytest.raises(
+        SpecJAXError,
+        match=r"mlp\.(gate_up_bias_2F|down_bias_D) is not part of this model \(surplus\)",
+    ):
         checkpoint.load(tmp_path / "ours")
 
 
 def test_a_new_file_appears_whole_or_not_at_all(tmp_path):
     output = tmp_path / "out"
-    for error, raised, message in ((KeyError("what"), KeyError, "what"),
-                                   (OSError("disk full"), SpecJAXError, f"cannot write {output}: disk full")):
+    for error, raised, message in (
+        (KeyError("what"), KeyError, "what"),
+        (OSError("disk full"), SpecJAXError, f"cannot write {output}: disk full"),
+    ):
         with pytest.raises(raised, match=message), files.new_file(output) as path:
             path.write_text("half")
             raise error
@@ -273,7 +353,10 @@ def test_a_new_file_appears_whole_or_not_at_all(tmp_path):
         path.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     nowhere = tmp_path / "nowhere" / "out"
-    with pytest.raises(SpecJAXError, match=f"cannot write {nowhere}"), files.new_file(nowhere) as path:
+    with (
+        pytest.raises(SpecJAXError, match=f"cannot write {nowhere}"),
+        files.new_file(nowhere) as path,
+    ):
         path.write_text("whole")
 
 
@@ -298,20 +381,43 @@ print(peak() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 def test_memory_stays_far_below_the_model(tmp_path):
-    large = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 12,
-             "head_dim": 64, "num_key_value_heads": 12}
+    large = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 12,
+        "head_dim": 64,
+        "num_key_value_heads": 12,
+    }
     arrays = make_folders.tensors({**large, "num_hidden_layers": 1}, "bfloat16")
     for name in list(arrays):  # one random layer, 40 times: quick to make
         if name.startswith("model.layers.0."):
             arrays |= {name.replace(".0.", f".{i}.", 1): arrays[name] for i in range(1, 40)}
     size = sum(array.nbytes for array in arrays.values())
-    assert size > 500e6  # what is held, some layers and some of the library's own, does not grow with it
+    assert (
+        size > 500e6
+    )  # what is held, some layers and some of the library's own, does not grow with it
     small = make_folders.write_folder(tmp_path / "small")
     make_folders.write_folder(tmp_path / "large", large, arrays, shards=8)
     del arrays
-    result = subprocess.run([sys.executable, "-c", MEMORY, "convert", small, tmp_path / "large", tmp_path / "small_out",
-                             tmp_path / "large_out"], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < size / 4, f"{int(result.stdout) / 1e6:.0f} MB more for a model of {size / 1e6:.0f} MB"
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            MEMORY,
+            "convert",
+            small,
+            tmp_path / "large",
+            tmp_path / "small_out",
+            tmp_path / "large_out",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(result.stdout) < size / 4, (
+        f"{int(result.stdout) / 1e6:.0f} MB more for a model of {size / 1e6:.0f} MB"
+    )
 
 
 def _model(tokenizer, vocab_size=288):
@@ -326,9 +432,13 @@ def test_same_vocabulary(tmp_path):
     with pytest.raises(SpecJAXError, match="target 288, draft 320"):
         checkpoint.check_same_vocabulary(_model(tokenizer), _model(tokenizer, 320))
     state = json.loads((folder / "tokenizer.json").read_text())
-    state["model"]["merges"] = state["model"]["merges"][:3]  # without hell + o, and what comes after
+    state["model"]["merges"] = state["model"]["merges"][
+        :3
+    ]  # without hell + o, and what comes after
     vocabulary = state["model"]["vocab"]
-    state["model"]["vocab"] = {token: i for token, i in vocabulary.items() if i < vocabulary["hello"]}
+    state["model"]["vocab"] = {
+        token: i for token, i in vocabulary.items() if i < vocabulary["hello"]
+    }
     (folder / "tokenizer.json").write_text(json.dumps(state))
     other = checkpoint.load(folder).tokenizer
     message = r"tokenizers 267 and 263\): 'hello' is 263 in the target and absent in the draft"

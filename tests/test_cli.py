@@ -1,4 +1,5 @@
-"""The `specjax` command. Most runs call `main` in this process, so that they share compiled programs."""
+"""The `specjax` command. Most runs call `main` in this process, so that they share compiled
+programs."""
 
 import io
 import json
@@ -24,11 +25,37 @@ from specjax.train import init_head
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 CHAT = [{"role": "user", "content": "hello hello"}]
-FLAGS_OF_GENERATE = ("target", "drafter", "draft", "num_speculative_tokens", "drafter_options", "verify", "page_size",
-                     "prompt", "prompts_file", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-                     "seed", "ignore_eos", "dtype", "implementation", "compare", "output", "tensor_parallel",
-                     "draft_tensor_parallel", "data_parallel", "distributed", "coordinator", "num_processes",
-                     "process_id", "process_timeout")
+FLAGS_OF_GENERATE = (
+    "target",
+    "drafter",
+    "draft",
+    "num_speculative_tokens",
+    "drafter_options",
+    "verify",
+    "page_size",
+    "prompt",
+    "prompts_file",
+    "chat",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "dtype",
+    "implementation",
+    "compare",
+    "output",
+    "tensor_parallel",
+    "draft_tensor_parallel",
+    "data_parallel",
+    "distributed",
+    "coordinator",
+    "num_processes",
+    "process_id",
+    "process_timeout",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,46 +77,90 @@ class TestGenerate:
 
     def test_text_and_table_go_to_stdout(self, command, folder, target):
         prompts = ["hello world\nor", "or", "he"]
-        outcome = command("generate", f"--target={folder}", *(f"--prompt={prompt}" for prompt in prompts),
-                          "--max_new_tokens=24")
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            *(f"--prompt={prompt}" for prompt in prompts),
+            "--max_new_tokens=24",
+        )
         assert (outcome.code, outcome.err) == (0, "")
         headlines = ["> hello world ...", "> or", "> he"]
-        texts = [c.text for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions]
-        listing = "".join(f"{headline}\n{text}\n\n" for headline, text in zip(headlines, texts, strict=True))
+        texts = [
+            c.text
+            for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions
+        ]
+        listing = "".join(
+            f"{headline}\n{text}\n\n" for headline, text in zip(headlines, texts, strict=True)
+        )
         assert outcome.out.startswith(listing)
         table = outcome.out.removeprefix(listing)
         assert table.startswith("ngram, K = 7")
         assert re.search(r"^ tokens +\S? *72 $", table, re.MULTILINE), table
-        for row in ("tokens/s", "rounds", "tokens per round", "time per round", "acceptance α",
-                    "accepted at draft position", "E = (1-α^(K+1))/(1-α) predicts"):
+        for row in (
+            "tokens/s",
+            "rounds",
+            "tokens per round",
+            "time per round",
+            "acceptance α",
+            "accepted at draft position",
+            "E = (1-α^(K+1))/(1-α) predicts",
+        ):
             assert row in table
         assert "speedup" not in table, "there was nothing to compare with"
 
     def test_prompts_file_and_output(self, command, folder, target, tmp_path):
         prompts = write_prompts(
-            tmp_path / "prompts.jsonl", "hello\u2028hello",
-            {"prompt": "or", "temperature": 2.0, "seed": 7, "max_new_tokens": 5, "name": "own options"},
-            {"messages": CHAT, "top_k": 3, "top_p": 0.9, "min_p": 0.01})
+            tmp_path / "prompts.jsonl",
+            "hello\u2028hello",
+            {
+                "prompt": "or",
+                "temperature": 2.0,
+                "seed": 7,
+                "max_new_tokens": 5,
+                "name": "own options",
+            },
+            {"messages": CHAT, "top_k": 3, "top_p": 0.9, "min_p": 0.01},
+        )
         output = tmp_path / "completions.jsonl"
-        outcome = command("generate", f"--target={folder}", f"--prompts_file={prompts}", f"--output={output}",
-                          "--max_new_tokens=30", "--temperature=1.5", "--seed=3")
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            f"--prompts_file={prompts}",
+            f"--output={output}",
+            "--max_new_tokens=30",
+            "--temperature=1.5",
+            "--seed=3",
+        )
         assert (outcome.code, outcome.err) == (0, "")
         expected = specjax.generate(
-            target, "ngram", ["hello\u2028hello", "or", CHAT], max_new_tokens=[30, 5, 30], temperature=[1.5, 2.0, 1.5],
-            seed=[3, 7, 3], top_k=[0, 0, 3], top_p=[1.0, 1.0, 0.9], min_p=[0.0, 0.0, 0.01]).completions
+            target,
+            "ngram",
+            ["hello\u2028hello", "or", CHAT],
+            max_new_tokens=[30, 5, 30],
+            temperature=[1.5, 2.0, 1.5],
+            seed=[3, 7, 3],
+            top_k=[0, 0, 3],
+            top_p=[1.0, 1.0, 0.9],
+            min_p=[0.0, 0.0, 0.01],
+        ).completions
         rows = read_lines(output)
         assert [row["prompt"] for row in rows] == ["hello\u2028hello", "or", CHAT]
         for row, completion in zip(rows, expected, strict=True):
             assert tuple(row["prompt_tokens"]) == completion.prompt_tokens
             assert tuple(row["tokens"]) == completion.tokens
-            assert (row["text"], row["finish_reason"]) == (completion.text, completion.finish_reason)
+            assert (row["text"], row["finish_reason"]) == (
+                completion.text,
+                completion.finish_reason,
+            )
             assert sum(r["emitted"] for r in row["rounds"]) == len(row["tokens"])
             assert [r["accepted"] for r in row["rounds"]] == list(completion.accepted)
             assert [r["drafted"] for r in row["rounds"]] == list(completion.drafted)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["completions.jsonl", "prompts.jsonl"]
 
     def test_compare_finds_greedy_texts_identical(self, command, folder):
-        outcome = command("generate", f"--target={folder}", "--prompt=hello", "--compare", "--max_new_tokens=24")
+        outcome = command(
+            "generate", f"--target={folder}", "--prompt=hello", "--compare", "--max_new_tokens=24"
+        )
         assert (outcome.code, outcome.err) == (0, "")
         assert "The texts with and without speculation are identical." in outcome.out
         assert re.search(r"plain .* speculative", outcome.out)
@@ -97,7 +168,13 @@ class TestGenerate:
         assert "a round costs, in plain steps" in outcome.out
 
     def test_compare_of_sampled_texts(self, command, folder):
-        arguments = ("generate", f"--target={folder}", "--prompt=hello", "--compare", "--temperature=2")
+        arguments = (
+            "generate",
+            f"--target={folder}",
+            "--prompt=hello",
+            "--compare",
+            "--temperature=2",
+        )
         outcome = command(*arguments)
         assert outcome.code == 0
         assert "Sampled texts differ with speculation" in outcome.out
@@ -114,7 +191,9 @@ class TestGenerate:
             if drafter == "none":
                 return result
             changed = Completion(**{**vars(result.completions[0]), "tokens": (9,)})
-            return Generation((changed,), result.prefill_seconds, result.decode_seconds, result.rounds)
+            return Generation(
+                (changed,), result.prefill_seconds, result.decode_seconds, result.rounds
+            )
 
         monkeypatch.setattr(specjax.generation, "generate", wrong)
         outcome = command("generate", f"--target={folder}", "--prompt=hello", "--compare")
@@ -122,20 +201,35 @@ class TestGenerate:
         assert "The texts with and without speculation are NOT identical." in outcome.out
 
     def test_flagfile(self, command, folder, tmp_path):
-        flagfile = write_lines(tmp_path / "some.flags", "# A comment.", f"--target={folder}", "--prompt=hello",
-                               "--max_new_tokens=4", f"--output={tmp_path / 'out.jsonl'}")
+        flagfile = write_lines(
+            tmp_path / "some.flags",
+            "# A comment.",
+            f"--target={folder}",
+            "--prompt=hello",
+            "--max_new_tokens=4",
+            f"--output={tmp_path / 'out.jsonl'}",
+        )
         assert command("generate", f"--flagfile={flagfile}", "--max_new_tokens=3").code == 0
         assert [len(row["tokens"]) for row in read_lines(tmp_path / "out.jsonl")] == [3]
 
     @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.flags")), ids=lambda path: path.name)
     def test_the_flagfiles_of_the_repository_are_understood(self, command, path, tmp_path):
-        name = re.match("# specjax ([a-z]+) --flagfile=", path.read_text())[1]  # as the file itself says
+        name = re.match("# specjax ([a-z]+) --flagfile=", path.read_text())[
+            1
+        ]  # as the file itself says
         prompt = ["--prompt=a"] if name == "generate" else []
-        check_refused(command(name, f"--flagfile={path}", f"--target={tmp_path / 'none'}", *prompt),
-                      f"{tmp_path / 'none'} does not exist")
+        check_refused(
+            command(name, f"--flagfile={path}", f"--target={tmp_path / 'none'}", *prompt),
+            f"{tmp_path / 'none'} does not exist",
+        )
 
     def test_chat(self, command, folder, target, tmp_path):
-        arguments = (f"--target={folder}", "--prompt=hello", "--chat", f"--output={tmp_path / 'out'}")
+        arguments = (
+            f"--target={folder}",
+            "--prompt=hello",
+            "--chat",
+            f"--output={tmp_path / 'out'}",
+        )
         assert command("generate", *arguments).code == 0
         (row,) = read_lines(tmp_path / "out")
         messages = [{"role": "user", "content": "hello"}]
@@ -143,13 +237,26 @@ class TestGenerate:
         assert row["prompt"] == messages
 
     def test_ignore_eos(self, command, tmp_path, folder, target):
-        (first, *_) = specjax.generate(target, "ngram", ["hello"], max_new_tokens=1).completions[0].tokens
+        (first, *_) = (
+            specjax.generate(target, "ngram", ["hello"], max_new_tokens=1).completions[0].tokens
+        )
         shutil.copytree(folder, tmp_path / "model")
         config = json.loads((tmp_path / "model" / "config.json").read_text())
-        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": first}))
+        (tmp_path / "model" / "config.json").write_text(
+            json.dumps(config | {"eos_token_id": first})
+        )
         for name, more in (("stop", ()), ("length", ("--ignore_eos",))):
-            assert command("generate", f"--target={tmp_path / 'model'}", "--prompt=hello", "--max_new_tokens=6",
-                           f"--output={tmp_path / name}", *more).code == 0
+            assert (
+                command(
+                    "generate",
+                    f"--target={tmp_path / 'model'}",
+                    "--prompt=hello",
+                    "--max_new_tokens=6",
+                    f"--output={tmp_path / name}",
+                    *more,
+                ).code
+                == 0
+            )
             (row,) = read_lines(tmp_path / name)
             assert (row["finish_reason"], len(row["tokens"])) == (name, 1 if name == "stop" else 6)
 
@@ -165,12 +272,22 @@ def test_convert_generate_export(command, folder, tmp_path):
     assert outcome.out.startswith(f"wrote {tmp_path / 'converted'}: ")
     assert re.search(r": [\d,]+ parameters in float32, [\d.]+ MB, [\d.]+ s\n$", outcome.out)
     for name, model in (("a", folder), ("b", tmp_path / "converted")):
-        assert command("generate", f"--target={model}", "--prompt=hello", f"--output={tmp_path / name}").code == 0
+        assert (
+            command(
+                "generate", f"--target={model}", "--prompt=hello", f"--output={tmp_path / name}"
+            ).code
+            == 0
+        )
     assert read_lines(tmp_path / "a") == read_lines(tmp_path / "b")
-    outcome = command("export", f"--source={tmp_path / 'converted'}", f"--output={tmp_path / 'exported'}")
+    outcome = command(
+        "export", f"--source={tmp_path / 'converted'}", f"--output={tmp_path / 'exported'}"
+    )
     assert outcome.code == 0
     assert outcome.out.startswith(f"wrote {tmp_path / 'exported'}: ")
-    before, after = make_folders.read_folder(folder), make_folders.read_folder(tmp_path / "exported")
+    before, after = (
+        make_folders.read_folder(folder),
+        make_folders.read_folder(tmp_path / "exported"),
+    )
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "converted", "exported"]
@@ -183,7 +300,11 @@ def test_demo(command, folder, tmp_path, monkeypatch):
     outcome = command("demo", f"--target={folder}", "--max_new_tokens=20")
     assert (outcome.code, outcome.err) == (0, "")
     assert "The texts with and without speculation are identical." in outcome.out
-    assert outcome.out.index("> hello hello") < outcome.out.index("> or") < outcome.out.index("Prompt by prompt")
+    assert (
+        outcome.out.index("> hello hello")
+        < outcome.out.index("> or")
+        < outcome.out.index("Prompt by prompt")
+    )
     assert "eagle" not in outcome.out
 
 
@@ -191,18 +312,37 @@ def test_demo_of_a_target_with_a_head(command, folder, tmp_path, monkeypatch):
     target = specjax.load(folder)
     config = init_head.config(target.config)
     (tmp_path / "heads").mkdir()
-    heads.save(tmp_path / "heads" / "own", config, init_head.initial_params(config, target.params, jax.random.key(0)),
-               None)
+    heads.save(
+        tmp_path / "heads" / "own",
+        config,
+        init_head.initial_params(config, target.params, jax.random.key(0)),
+        None,
+    )
     monkeypatch.setattr(heads, "SHIPPED", tmp_path / "heads")
-    monkeypatch.setattr(demo, "PROMPTS", write_prompts(tmp_path / "prompts.jsonl", {"name": "first", "prompt": "hello"},
-                                                       {"name": "second", "prompt": "or", "domain": "prose"}))
+    monkeypatch.setattr(
+        demo,
+        "PROMPTS",
+        write_prompts(
+            tmp_path / "prompts.jsonl",
+            {"name": "first", "prompt": "hello"},
+            {"name": "second", "prompt": "or", "domain": "prose"},
+        ),
+    )
     outcome = command("demo", f"--target={folder}", "--max_new_tokens=20")
     assert (outcome.code, outcome.err) == (0, "")
     assert "The texts with and without speculation are identical." in outcome.out
     lines = [line.replace("│", " ").split()[:2] for line in outcome.out.splitlines()]
-    assert ["first", "ngram"] in lines and ["second", "ngram,eagle"] in lines and ["second", "eagle"] in lines
+    assert (
+        ["first", "ngram"] in lines
+        and ["second", "ngram,eagle"] in lines
+        and ["second", "eagle"] in lines
+    )
     assert ["first", "eagle"] not in lines
-    ks = [line.replace("│", " ").split()[5:] for line in outcome.out.splitlines() if "most drafts per round" in line]
+    ks = [
+        line.replace("│", " ").split()[5:]
+        for line in outcome.out.splitlines()
+        if "most drafts per round" in line
+    ]
     assert ks == [["7"], ["7", "2", "2"]]
 
 
@@ -210,8 +350,12 @@ def test_env(command):
     outcome = command("env")
     assert (outcome.code, outcome.err) == (0, "")
     for operation in ("attention", "verification"):
-        assert re.search(rf"^{operation} +xla\n +Not mosaic_gpu: it needs an NVIDIA GPU of compute capability 9.0 "
-                         r"\(Hopper\), and JAX runs on 'cpu'\.$", outcome.out, re.MULTILINE)  # fmt: skip
+        assert re.search(
+            rf"^{operation} +xla\n +Not mosaic_gpu: it needs an NVIDIA GPU of compute capability 9.0 "
+            r"\(Hopper\), and JAX runs on 'cpu'\.$",
+            outcome.out,
+            re.MULTILINE,
+        )
 
 
 class TestHelp:
@@ -224,17 +368,55 @@ class TestHelp:
         for name in main.COMMANDS:
             assert re.search(rf"^  {name} +\w", outcome.out, re.MULTILINE)
 
-    @pytest.mark.parametrize(("name", "expected"), [
-        ("generate", FLAGS_OF_GENERATE),
-        ("convert", ("source", "output", "dtype")),
-        ("export", ("source", "output", "dtype")),
-        ("bench decode", ("target", "drafter", "draft", "num_speculative_tokens", "verify", "prompts_file", "output")),
-        ("bench peers", ("target", "drafter", "prompts_file", "repeats", "peers", "gguf", "threads", "output")),
-        ("bench saturation", ("target", "batch_sizes", "draft_lengths", "plot", "output")),
-        ("bench gpu", ("target", "acceptance", "dtype", "output")),
-        ("train", ("target", "drafter", "self_generate", "data", "steps", "loss", "data_parallel", "output")),
-        ("demo", ("target", "max_new_tokens")),
-    ])
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("generate", FLAGS_OF_GENERATE),
+            ("convert", ("source", "output", "dtype")),
+            ("export", ("source", "output", "dtype")),
+            (
+                "bench decode",
+                (
+                    "target",
+                    "drafter",
+                    "draft",
+                    "num_speculative_tokens",
+                    "verify",
+                    "prompts_file",
+                    "output",
+                ),
+            ),
+            (
+                "bench peers",
+                (
+                    "target",
+                    "drafter",
+                    "prompts_file",
+                    "repeats",
+                    "peers",
+                    "gguf",
+                    "threads",
+                    "output",
+                ),
+            ),
+            ("bench saturation", ("target", "batch_sizes", "draft_lengths", "plot", "output")),
+            ("bench gpu", ("target", "acceptance", "dtype", "output")),
+            (
+                "train",
+                (
+                    "target",
+                    "drafter",
+                    "self_generate",
+                    "data",
+                    "steps",
+                    "loss",
+                    "data_parallel",
+                    "output",
+                ),
+            ),
+            ("demo", ("target", "max_new_tokens")),
+        ],
+    )
     def test_the_flags(self, command, name, expected):
         outcome = command(*name.split(), "--help")
         assert (outcome.code, outcome.err) == (0, "")
@@ -249,76 +431,147 @@ class TestBadInput:
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, tmp_path):
         yield
-        assert not [path for path in tmp_path.rglob("*") if "incomplete" in path.name or path.name == "new"]
+        assert not [
+            path for path in tmp_path.rglob("*") if "incomplete" in path.name or path.name == "new"
+        ]
 
-    @pytest.mark.parametrize(("arguments", "parts"), [
-        (["foo"], ["command 'foo' does not exist", "generate, convert, export"]),
-        (["--target=x"], ["command '--target=x' does not exist"]),
-        (["generate", "--target=x", "--foo=1"], ["foo"]),
-        (["generate", "--target=x", "foo"], ["'foo' is not a flag"]),
-        (["generate", "--target=x", "--drafter=foo"], ["drafter 'foo' does not exist", "eagle, ngram"]),
-        (["generate", "--target=x", "--verify=foo"], ["--verify=foo", "rejection|coupled"]),
-        (["generate", "--target=x", "--dtype=int8"], ["--dtype=int8", "float32"]),
-        (["generate", "--target=x", "--temperature=hot"], ["--temperature=hot"]),
-        (["generate", "--target=x", "--num_speculative_tokens=1.5"], ["--num_speculative_tokens=1.5"]),
-        (["generate", "--prompt=a"], ["--target"]),
-        (["generate", "--flagfile=/does/not/exist"], ["/does/not/exist"]),
-        (["generate", "--target=x"], ["there is no prompt: give --prompt or --prompts_file"]),
-        (["generate", "--target=x", "--prompts_file=/does/not/exist"], ["/does/not/exist"]),
-        (["generate", "--target=/does/not/exist", "--prompt=a"], ["/does/not/exist does not exist"]),
-        (["generate", "--target=x", "--prompt=a", "--compare", "--drafter=none"], ["--compare", "--drafter=none"]),
-        (["generate", "--target=x", "--prompt=a", "--output=/does/not/exist"], ["--output", "/does/not/exist"]),
-        (["convert", "--output=new"], ["--source"]),
-        (["convert", "--source=/does/not/exist", "--output=new"], ["/does/not/exist does not exist"]),
-        (["convert", "--source=x"], ["--output"]),
-        (["export", "--source=/does/not/exist", "--output=new"], ["/does/not/exist does not exist"]),
-        (["bench", "peers", "--target=x", "--drafter=none"], ["--drafter=none"]),
-        (["bench", "peers", "--target=x", "--repeats=0"], ["--repeats=0: 0 is not a positive integer"]),
-        (["bench", "peers", "--target=x", "--max_new_tokens=0"], ["--max_new_tokens=0: 0 is not a positive integer"]),
-        (["demo"], ["--target"]),
-    ])
+    @pytest.mark.parametrize(
+        ("arguments", "parts"),
+        [
+            (["foo"], ["command 'foo' does not exist", "generate, convert, export"]),
+            (["--target=x"], ["command '--target=x' does not exist"]),
+            (["generate", "--target=x", "--foo=1"], ["foo"]),
+            (["generate", "--target=x", "foo"], ["'foo' is not a flag"]),
+            (
+                ["generate", "--target=x", "--drafter=foo"],
+                ["drafter 'foo' does not exist", "eagle, ngram"],
+            ),
+            (["generate", "--target=x", "--verify=foo"], ["--verify=foo", "rejection|coupled"]),
+            (["generate", "--target=x", "--dtype=int8"], ["--dtype=int8", "float32"]),
+            (["generate", "--target=x", "--temperature=hot"], ["--temperature=hot"]),
+            (
+                ["generate", "--target=x", "--num_speculative_tokens=1.5"],
+                ["--num_speculative_tokens=1.5"],
+            ),
+            (["generate", "--prompt=a"], ["--target"]),
+            (["generate", "--flagfile=/does/not/exist"], ["/does/not/exist"]),
+            (["generate", "--target=x"], ["there is no prompt: give --prompt or --prompts_file"]),
+            (["generate", "--target=x", "--prompts_file=/does/not/exist"], ["/does/not/exist"]),
+            (
+                ["generate", "--target=/does/not/exist", "--prompt=a"],
+                ["/does/not/exist does not exist"],
+            ),
+            (
+                ["generate", "--target=x", "--prompt=a", "--compare", "--drafter=none"],
+                ["--compare", "--drafter=none"],
+            ),
+            (
+                ["generate", "--target=x", "--prompt=a", "--output=/does/not/exist"],
+                ["--output", "/does/not/exist"],
+            ),
+            (["convert", "--output=new"], ["--source"]),
+            (
+                ["convert", "--source=/does/not/exist", "--output=new"],
+                ["/does/not/exist does not exist"],
+            ),
+            (["convert", "--source=x"], ["--output"]),
+            (
+                ["export", "--source=/does/not/exist", "--output=new"],
+                ["/does/not/exist does not exist"],
+            ),
+            (["bench", "peers", "--target=x", "--drafter=none"], ["--drafter=none"]),
+            (
+                ["bench", "peers", "--target=x", "--repeats=0"],
+                ["--repeats=0: 0 is not a positive integer"],
+            ),
+            (
+                ["bench", "peers", "--target=x", "--max_new_tokens=0"],
+                ["--max_new_tokens=0: 0 is not a positive integer"],
+            ),
+            (["demo"], ["--target"]),
+        ],
+    )
     def test_arguments(self, command, arguments, parts, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         check_refused(command(*arguments), *parts)
 
-    @pytest.mark.parametrize(("arguments", "parts"), [
-        (["--num_speculative_tokens=0"], ["--num_speculative_tokens=0: 0 is not a positive integer"]),
-        (["--temperature=-1"], ["temperature must be at least 0", "got -1.0"]),
-        (["--top_p=0"], ["top_p must be in (0, 1], got 0.0"]),
-        (["--top_p=1.01"], ["top_p must be in (0, 1], got 1.01"]),
-        (["--top_k=-1"], ["top_k", "got -1"]),
-        (["--min_p=2"], ["min_p must be in [0, 1], got 2.0"]),
-        (["--seed=-1"], ["seed must be in [0, 2**32), got -1"]),
-        (["--max_new_tokens=0"], ["max_new_tokens", "got 0"]),
-        (["--page_size=0"], ["page_size must be a whole number of at least 1, got 0"]),
-        (["--implementation=mosaic_gpu"], ["'mosaic_gpu' cannot run here", "compute capability 9.0", "'cpu'"]),
-        (["--prompt="], ["prompt 1 is empty"]),
-        (["--prompt=", "--chat"], ["prompt 1 is empty"]),
-        (["--prompt=a\udcff"], ["prompt 1 is not valid Unicode"]),
-        (["--prompt=" + 63 * "a"], ["prompt 1 has 64 tokens; it may have at most 63"]),
-        (["--drafter_options=min_n=9"], ["min_n=9 and max_n=4"]),
-        (["--drafter_options=min_n"], ["--drafter_options: 'min_n' is not of the form name=number"]),
-        (["--drafter_options=foo=1"], ["drafter 'ngram' has no option 'foo'"]),
-        (["--drafter=draft_model"], ["the drafter 'draft_model' needs a draft model"]),
-        (["--tensor_parallel=4"], ["the target cannot be split over 4 devices", "2 kv heads", "that work: 1, 2"]),
-        (["--tensor_parallel=3"], ["tensor_parallel=3 = 3 does not divide the 8 devices"]),
-        (["--data_parallel=16"], ["data_parallel=16 x tensor_parallel=1 takes 16 devices, and there are 8"]),
-        (["--tensor_parallel=0"], ["tensor_parallel must be a whole number of at least 1, got 0"]),
-        (["--drafter=eagle"], ["no head comes with SpecJAX for a model of this shape"]),
-        (["--tensor_parallel=2", "--draft_tensor_parallel=2"], ["--draft_tensor_parallel=2", "there is no --draft"]),
-        (["--process_id=1"], ["--coordinator, --num_processes and --process_id belong together"]),
-        (["--process_timeout=9"], ["--process_timeout=9", "one process"]),
-        (["--drafter=none", "--num_speculative_tokens=2"], ["the drafter 'none' decodes without speculation"]),
-    ])
+    @pytest.mark.parametrize(
+        ("arguments", "parts"),
+        [
+            (
+                ["--num_speculative_tokens=0"],
+                ["--num_speculative_tokens=0: 0 is not a positive integer"],
+            ),
+            (["--temperature=-1"], ["temperature must be at least 0", "got -1.0"]),
+            (["--top_p=0"], ["top_p must be in (0, 1], got 0.0"]),
+            (["--top_p=1.01"], ["top_p must be in (0, 1], got 1.01"]),
+            (["--top_k=-1"], ["top_k", "got -1"]),
+            (["--min_p=2"], ["min_p must be in [0, 1], got 2.0"]),
+            (["--seed=-1"], ["seed must be in [0, 2**32), got -1"]),
+            (["--max_new_tokens=0"], ["max_new_tokens", "got 0"]),
+            (["--page_size=0"], ["page_size must be a whole number of at least 1, got 0"]),
+            (
+                ["--implementation=mosaic_gpu"],
+                ["'mosaic_gpu' cannot run here", "compute capability 9.0", "'cpu'"],
+            ),
+            (["--prompt="], ["prompt 1 is empty"]),
+            (["--prompt=", "--chat"], ["prompt 1 is empty"]),
+            (["--prompt=a\udcff"], ["prompt 1 is not valid Unicode"]),
+            (["--prompt=" + 63 * "a"], ["prompt 1 has 64 tokens; it may have at most 63"]),
+            (["--drafter_options=min_n=9"], ["min_n=9 and max_n=4"]),
+            (
+                ["--drafter_options=min_n"],
+                ["--drafter_options: 'min_n' is not of the form name=number"],
+            ),
+            (["--drafter_options=foo=1"], ["drafter 'ngram' has no option 'foo'"]),
+            (["--drafter=draft_model"], ["the drafter 'draft_model' needs a draft model"]),
+            (
+                ["--tensor_parallel=4"],
+                ["the target cannot be split over 4 devices", "2 kv heads", "that work: 1, 2"],
+            ),
+            (["--tensor_parallel=3"], ["tensor_parallel=3 = 3 does not divide the 8 devices"]),
+            (
+                ["--data_parallel=16"],
+                ["data_parallel=16 x tensor_parallel=1 takes 16 devices, and there are 8"],
+            ),
+            (
+                ["--tensor_parallel=0"],
+                ["tensor_parallel must be a whole number of at least 1, got 0"],
+            ),
+            (["--drafter=eagle"], ["no head comes with SpecJAX for a model of this shape"]),
+            (
+                ["--tensor_parallel=2", "--draft_tensor_parallel=2"],
+                ["--draft_tensor_parallel=2", "there is no --draft"],
+            ),
+            (
+                ["--process_id=1"],
+                ["--coordinator, --num_processes and --process_id belong together"],
+            ),
+            (["--process_timeout=9"], ["--process_timeout=9", "one process"]),
+            (
+                ["--drafter=none", "--num_speculative_tokens=2"],
+                ["the drafter 'none' decodes without speculation"],
+            ),
+        ],
+    )
     def test_values(self, command, folder, arguments, parts, tmp_path):
-        outcome = command("generate", f"--target={folder}", "--prompt=hello", f"--output={tmp_path / 'new'}",
-                          *arguments)
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            "--prompt=hello",
+            f"--output={tmp_path / 'new'}",
+            *arguments,
+        )
         check_refused(outcome, *parts)
 
     def test_an_output_that_exists(self, command, folder, tmp_path):
         existing = write_lines(tmp_path / "there", "keep me")
-        for arguments in (["generate", f"--target={folder}", "--prompt=a"], ["bench", "peers", f"--target={folder}"],
-                          ["convert", f"--source={folder}"], ["export", f"--source={folder}"]):
+        for arguments in (
+            ["generate", f"--target={folder}", "--prompt=a"],
+            ["bench", "peers", f"--target={folder}"],
+            ["convert", f"--source={folder}"],
+            ["export", f"--source={folder}"],
+        ):
             check_refused(command(*arguments, f"--output={existing}"), existing, "exists")
         assert existing.read_text() == "keep me\n"
         (tmp_path / "folder").mkdir()
@@ -326,49 +579,90 @@ class TestBadInput:
         check_refused(outcome, tmp_path / "folder", "exists")
         assert not any((tmp_path / "folder").iterdir())
 
-    @pytest.mark.parametrize(("line", "reason"), [
-        ('{"prompt": "a"', "not JSON"),
-        ("[]", "must be a string, or an object"),
-        ("3", "must be a string, or an object"),
-        ("{}", "either 'prompt' or 'messages'"),
-        ('{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
-        ('{"prompt": 3}', "'prompt' must be a string"),
-        ('{"messages": []}', "'messages' must be a list of objects with 'role' and 'content'"),
-        ('{"messages": [{"role": "user"}]}', "'messages' must be a list of objects with 'role' and 'content'"),
-        ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature'; known: prompt, messages, name, domain"),
-        ('{"prompt": "a", "temperature": [1]}', "'temperature' must be a number, got [1]"),
-        ('{"prompt": "a", "top_k": "3"}', "'top_k' must be a number, got '3'"),
-        ('{"prompt": "a", "seed": true}', "'seed' must be a number, got True"),
-    ])
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            ('{"prompt": "a"', "not JSON"),
+            ("[]", "must be a string, or an object"),
+            ("3", "must be a string, or an object"),
+            ("{}", "either 'prompt' or 'messages'"),
+            ('{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
+            ('{"prompt": 3}', "'prompt' must be a string"),
+            ('{"messages": []}', "'messages' must be a list of objects with 'role' and 'content'"),
+            (
+                '{"messages": [{"role": "user"}]}',
+                "'messages' must be a list of objects with 'role' and 'content'",
+            ),
+            (
+                '{"prompt": "a", "temprature": 1}',
+                "unknown key 'temprature'; known: prompt, messages, name, domain",
+            ),
+            ('{"prompt": "a", "temperature": [1]}', "'temperature' must be a number, got [1]"),
+            ('{"prompt": "a", "top_k": "3"}', "'top_k' must be a number, got '3'"),
+            ('{"prompt": "a", "seed": true}', "'seed' must be a number, got True"),
+        ],
+    )
     def test_a_broken_line_of_a_prompts_file(self, command, folder, tmp_path, line, reason):
         path = write_lines(tmp_path / "prompts.jsonl", '"good"', "", line, '"good"')
-        check_refused(command("generate", f"--target={folder}", f"--prompts_file={path}"), f"{path}, line 3: ", reason)
+        check_refused(
+            command("generate", f"--target={folder}", f"--prompts_file={path}"),
+            f"{path}, line 3: ",
+            reason,
+        )
 
     def test_other_prompts_files(self, command, folder, tmp_path):
-        for content, reason in ((b"", "has no prompts"), (b"\n \n", "has no prompts"), (b'"\xff"', "cannot read")):
+        for content, reason in (
+            (b"", "has no prompts"),
+            (b"\n \n", "has no prompts"),
+            (b'"\xff"', "cannot read"),
+        ):
             (tmp_path / "prompts.jsonl").write_bytes(content)
-            outcome = command("generate", f"--target={folder}", f"--prompts_file={tmp_path / 'prompts.jsonl'}")
+            outcome = command(
+                "generate", f"--target={folder}", f"--prompts_file={tmp_path / 'prompts.jsonl'}"
+            )
             check_refused(outcome, tmp_path / "prompts.jsonl", reason)
         outcome = command("generate", f"--target={folder}", f"--prompts_file={tmp_path}")
         check_refused(outcome, f"cannot read {tmp_path}")
 
     def test_a_value_in_a_prompts_file(self, command, folder, tmp_path):
         path = write_prompts(tmp_path / "prompts.jsonl", "a", {"prompt": "b", "temperature": -2})
-        outcome = command("generate", f"--target={folder}", f"--prompts_file={path}", f"--output={tmp_path / 'new'}")
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            f"--prompts_file={path}",
+            f"--output={tmp_path / 'new'}",
+        )
         check_refused(outcome, "temperature", "-2.0")
 
     def test_bench_would_ignore_options_of_prompts(self, command, folder, tmp_path):
         path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "b", "temperature": 1})
-        check_refused(command("bench", "peers", f"--target={folder}", f"--prompts_file={path}"), path, "'temperature'")
+        check_refused(
+            command("bench", "peers", f"--target={folder}", f"--prompts_file={path}"),
+            path,
+            "'temperature'",
+        )
 
     def test_draft_models_that_do_not_fit(self, command, folder, tmp_path):
         larger = write_model(tmp_path / "larger", vocab_size=300)
-        arguments = ("generate", f"--target={folder}", "--prompt=a", f"--output={tmp_path / 'new'}",
-                     f"--draft={larger}")
-        check_refused(command(*arguments, "--drafter=draft_model"), "different vocabularies", "target 288, draft 300")
-        check_refused(command(*arguments, "--drafter=none"), "the drafter 'none' decodes without speculation")
+        arguments = (
+            "generate",
+            f"--target={folder}",
+            "--prompt=a",
+            f"--output={tmp_path / 'new'}",
+            f"--draft={larger}",
+        )
+        check_refused(
+            command(*arguments, "--drafter=draft_model"),
+            "different vocabularies",
+            "target 288, draft 300",
+        )
+        check_refused(
+            command(*arguments, "--drafter=none"), "the drafter 'none' decodes without speculation"
+        )
         same = write_model(tmp_path / "same")
-        check_refused(command(*arguments[:-1], f"--draft={same}"), "the drafter 'ngram' uses no draft model")
+        check_refused(
+            command(*arguments[:-1], f"--draft={same}"), "the drafter 'ngram' uses no draft model"
+        )
 
 
 class TestProcess:
@@ -377,28 +671,56 @@ class TestProcess:
     @staticmethod
     def specjax(*arguments, **environment):
         script = pathlib.Path(sys.executable).with_name("specjax")
-        inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-        return subprocess.run([script, *arguments], capture_output=True, text=True, env=inherited | environment,
-                              timeout=120)
+        inherited = {
+            name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+        }
+        return subprocess.run(
+            [script, *arguments],
+            capture_output=True,
+            text=True,
+            env=inherited | environment,
+            timeout=120,
+        )
 
     def test_a_run(self, folder, target, tmp_path):
-        done = self.specjax("generate", f"--target={folder}", "--prompt=hello", "--drafter=none", "--max_new_tokens=5",
-                            XDG_CACHE_HOME=str(tmp_path), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+        done = self.specjax(
+            "generate",
+            f"--target={folder}",
+            "--prompt=hello",
+            "--drafter=none",
+            "--max_new_tokens=5",
+            XDG_CACHE_HOME=str(tmp_path),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
         assert (done.returncode, done.stderr) == (0, "")
         text = specjax.generate(target, "none", ["hello"], max_new_tokens=5).completions[0].text
         assert done.stdout.startswith(f"> hello\n{text}\n\nnone, K = 0")
         assert any((tmp_path / "specjax" / "xla").iterdir()), "compiled programs were not kept"
 
     def test_a_refusal(self, folder, tmp_path):
-        done = self.specjax("generate", f"--target={folder}", "--prompt=hello", "--top_p=0",
-                            f"--output={tmp_path / 'new'}", XDG_CACHE_HOME=str(tmp_path))
-        check_refused(Outcome(done.returncode, done.stdout, done.stderr), "top_p must be in (0, 1], got 0.0")
+        done = self.specjax(
+            "generate",
+            f"--target={folder}",
+            "--prompt=hello",
+            "--top_p=0",
+            f"--output={tmp_path / 'new'}",
+            XDG_CACHE_HOME=str(tmp_path),
+        )
+        check_refused(
+            Outcome(done.returncode, done.stdout, done.stderr), "top_p must be in (0, 1], got 0.0"
+        )
         assert not (tmp_path / "new").exists()
 
 
 def terminal() -> Console:
-    return Console(file=io.StringIO(), record=True, force_terminal=True, color_system="standard", width=120,
-                   highlight=False)
+    return Console(
+        file=io.StringIO(),
+        record=True,
+        force_terminal=True,
+        color_system="standard",
+        width=120,
+        highlight=False,
+    )
 
 
 class TestTextStream:
@@ -406,7 +728,10 @@ class TestTextStream:
 
     def test_drafts_have_a_colour_of_their_own(self, target):
         ids = target.tokenizer.encode("hello world", add_special_tokens=False)
-        hello, rest = target.tokenizer.decode(ids[:1]), [target.tokenizer.decode([i]) for i in ids[1:]]
+        hello, rest = (
+            target.tokenizer.decode(ids[:1]),
+            [target.tokenizer.decode([i]) for i in ids[1:]],
+        )
         console = terminal()
         stream = common.TextStream(console, target, ["> title"])
         stream.on_tokens(0, ids[:1], [False], False)
@@ -424,7 +749,9 @@ class TestTextStream:
         stream = common.TextStream(console, target, ["> one", "> two", "> three"], legend=False)
 
         def push(index, start, stop, finished):
-            stream.on_tokens(index, ids[index][start:stop], [start % 2 == 0] * (stop - start), finished)
+            stream.on_tokens(
+                index, ids[index][start:stop], [start % 2 == 0] * (stop - start), finished
+            )
 
         push(1, 0, 4, False)  # half a character
         push(0, 0, 1, False)
@@ -439,7 +766,10 @@ class TestTextStream:
         assert "a é and 日本" in seen, "the second was complete when the first ended"
         assert seen.endswith("> three\nth")
         push(2, 2, len(ids[2]), True)
-        assert console.export_text() == "> one\nhello world\n\n> two\na é and 日本\n\n> three\nthird\n\n"
+        assert (
+            console.export_text()
+            == "> one\nhello world\n\n> two\na é and 日本\n\n> three\nthird\n\n"
+        )
 
     def test_nothing_is_printed_before_there_are_tokens(self, target):
         """An option that cannot be used is then refused on a clean screen."""
@@ -460,33 +790,56 @@ class TestTextStream:
     def test_half_a_character_at_the_end_is_not_lost(self, target):
         ids = target.tokenizer.encode("日", add_special_tokens=False)[:2]
         console = terminal()
-        common.TextStream(console, target, ["> a"], legend=False).on_tokens(0, ids, [False, True], True)
+        common.TextStream(console, target, ["> a"], legend=False).on_tokens(
+            0, ids, [False, True], True
+        )
         assert console.export_text() == f"> a\n{target.tokenizer.decode(ids)}\n\n"
 
     def test_generate_streams_to_a_terminal(self, command, folder, target, monkeypatch):
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm")
         prompts = ["hello hello", "or", "he"]
-        outcome = command("generate", f"--target={folder}", *(f"--prompt={prompt}" for prompt in prompts),
-                          "--max_new_tokens=24")
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            *(f"--prompt={prompt}" for prompt in prompts),
+            "--max_new_tokens=24",
+        )
         assert outcome.code == 0
         assert "\x1b[32maccepted drafts\x1b[0m" in outcome.out
         plain = re.sub(r"\x1b\[[\d;]*m", "", outcome.out)
-        texts = [c.text for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions]
-        assert "".join(f"> {prompt}\n{text}\n\n" for prompt, text in zip(prompts, texts, strict=True)) in plain
+        texts = [
+            c.text
+            for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions
+        ]
+        assert (
+            "".join(f"> {prompt}\n{text}\n\n" for prompt, text in zip(prompts, texts, strict=True))
+            in plain
+        )
 
 
 def test_speed_table():
     def generation(seconds, *rounds):
         drafted, accepted, emitted = zip(*rounds, strict=True)
         count = sum(emitted)
-        return Generation((Completion((1,), (7,) * count, None, "length", drafted, accepted, emitted),), 1.0, seconds,
-                          len(rounds))
+        return Generation(
+            (Completion((1,), (7,) * count, None, "length", drafted, accepted, emitted),),
+            1.0,
+            seconds,
+            len(rounds),
+        )
 
     plain = [generation(2.0, *[(0, 0, 1)] * 20)]
-    speculative = [generation(0.5, (3, 3, 4), (3, 1, 2), (3, 0, 1), (0, 0, 1)), generation(0.5, *[(3, 3, 4)] * 3)]
+    speculative = [
+        generation(0.5, (3, 3, 4), (3, 1, 2), (3, 0, 1), (0, 0, 1)),
+        generation(0.5, *[(3, 3, 4)] * 3),
+    ]
     console = terminal()
-    console.print(common.speed_table("title", {"plain": plain, "speculative": speculative}, {"speculative": 3}))
+    console.print(
+        common.speed_table(
+            "title", {"plain": plain, "speculative": speculative}, {"speculative": 3}
+        )
+    )
     lines = console.export_text().splitlines()
     assert lines[0].strip() == "title"
     cells = (re.split(r"  +", line.replace("│", "  ").strip()) for line in lines[2:])
@@ -510,4 +863,7 @@ def test_headlines_are_one_line():
     assert jsonl.headline("one") == "> one"
     assert jsonl.headline("\none\ntwo") == "> one ..."
     assert jsonl.headline("x" * 101) == f"> {'x' * 100} ..."
-    assert jsonl.headline([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "> u"
+    assert (
+        jsonl.headline([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
+        == "> u"
+    )

@@ -1,4 +1,5 @@
-"""What every drafter must keep to: found by its name, it changes nothing of the text or its law, and compiles once."""
+"""What every drafter must keep to: found by its name, it changes nothing of the text or its law,
+and compiles once."""
 
 import functools
 import itertools
@@ -9,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import compilations, full_logits, make_drafter, reference_law, run, similar, tiny, tiny_head
+from conftest import (
+    compilations,
+    full_logits,
+    make_drafter,
+    reference_law,
+    run,
+    similar,
+    tiny,
+    tiny_head,
+)
 
 from specjax import kv_cache
 from specjax.drafters import base
@@ -20,13 +30,21 @@ from specjax.verify import MODES
 TARGET, DRAFT = tiny(6), similar(6)
 B = 12
 # Half of them repeat themselves, so that prompt lookup has something to say.
-PROMPTS = [(np.random.default_rng(row).integers(0, 32, length).tolist() * 3)[:17][: None if row % 2 else length]
-           for row, length in enumerate([1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17])]
+PROMPTS = [
+    (np.random.default_rng(row).integers(0, 32, length).tolist() * 3)[:17][
+        : None if row % 2 else length
+    ]
+    for row, length in enumerate([1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17])
+]
 MAX_NEW = [30, 24, 9, 30, 20, 17, 25, 28, 12, 1, 22, 30]
 TEMPERATURE = [0, 1, 0.7, 0, 0.5, 1, 0.3, 0, 2, 1, 0.1, 0]
-SAMPLING = dict(temperature=TEMPERATURE, seed=list(range(B)), top_k=[0, 0, 5, 3, 9, 0, 0, 0, 2, 0, 4, 0],
-                top_p=[1, 1, 1, 0.5, 0.8, 0.9, 1, 1, 1, 1, 0.95, 0.1],
-                min_p=[0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0.2, 0.05, 0])
+SAMPLING = dict(
+    temperature=TEMPERATURE,
+    seed=list(range(B)),
+    top_k=[0, 0, 5, 3, 9, 0, 0, 0, 2, 0, 4, 0],
+    top_p=[1, 1, 1, 0.5, 0.8, 0.9, 1, 1, 1, 1, 0.95, 0.1],
+    min_p=[0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0.2, 0.05, 0],
+)
 
 
 @functools.cache
@@ -35,7 +53,8 @@ def plain():
 
 
 def chi_square_p(counts, law, trials) -> float:
-    """Probability of a worse fit than this one under the law; cells that expect less than 5 are pooled."""
+    """Probability of a worse fit than this one under the law; cells that expect less than 5 are
+    pooled."""
     order = np.argsort(law.ravel())
     counts, expected = counts.ravel()[order], law.ravel()[order] * trials
     rare = expected < 5
@@ -54,28 +73,47 @@ class TestEveryDrafter:
     @pytest.mark.parametrize(("K", "page_size"), [(1, 4), (2, 3), (5, 48)])
     @pytest.mark.parametrize("mode", MODES)
     def test_the_text_is_that_of_plain_decoding(self, name, mode, K, page_size):
-        """Of greedy rows in both modes; of all rows, however they sample, where drafts are coupled to the target."""
+        """Of greedy rows in both modes; of all rows, however they sample, where drafts are coupled
+        to the target."""
         drafter, params = make_drafter(name, K, TARGET, DRAFT)
-        got = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, verify=mode,
-                  page_size=page_size, **SAMPLING)
+        got = run(
+            TARGET,
+            PROMPTS,
+            drafter=drafter,
+            draft_params=params,
+            max_new=MAX_NEW,
+            verify=mode,
+            page_size=page_size,
+            **SAMPLING,
+        )
         same = [row for row in range(B) if mode == "coupled" or TEMPERATURE[row] == 0]
         assert [got.emitted[row] for row in same] == [plain().emitted[row] for row in same]
         assert [len(emitted) for emitted in got.emitted] == MAX_NEW
         self.check_counts(got.state, K)
-        assert got.state.accepted_BS.sum() > 0 and (got.state.accepted_BS < got.state.drafted_BS).any()
+        assert (
+            got.state.accepted_BS.sum() > 0 and (got.state.accepted_BS < got.state.drafted_BS).any()
+        )
 
     def check_counts(self, state, K):
         rounds = np.arange(state.tokens_BS.shape[1]) < np.asarray(state.rounds_B)[:, None]
-        drafted_BS, accepted_BS, emitted_BS = map(np.asarray, (state.drafted_BS, state.accepted_BS, state.emitted_BS))
+        drafted_BS, accepted_BS, emitted_BS = map(
+            np.asarray, (state.drafted_BS, state.accepted_BS, state.emitted_BS)
+        )
         assert (accepted_BS <= drafted_BS).all() and (drafted_BS <= K).all()
         np.testing.assert_array_equal(emitted_BS, np.where(rounds, accepted_BS + 1, 0))
-        np.testing.assert_array_equal(emitted_BS.sum(axis=1), state.length_B - state.prompt_length_B)
+        np.testing.assert_array_equal(
+            emitted_BS.sum(axis=1), state.length_B - state.prompt_length_B
+        )
 
     def test_its_caches_are_empty_when_all_rows_are_done(self, name):
         drafter, params = make_drafter(name, 3, TARGET, DRAFT)
-        state = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, **SAMPLING).state
+        state = run(
+            TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, **SAMPLING
+        ).state
         is_cache = lambda x: isinstance(x, kv_cache.PagedKVCache)  # noqa: E731
-        for cache in filter(is_cache, jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)):
+        for cache in filter(
+            is_cache, jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)
+        ):
             assert int(cache.num_free_C[0]) == len(cache.free_P)
 
     def test_a_second_call_compiles_nothing_and_the_same_seed_gives_the_same_text(self, name):
@@ -90,27 +128,48 @@ class TestEveryDrafter:
 
     @pytest.mark.parametrize("mode", MODES)
     def test_the_sampled_law_is_the_targets(self, name, mode):
-        """Chi-square over the joint law of three tokens, with and without filters; nothing outside a filter comes out.
+        """Chi-square over the joint law of three tokens, with and without filters; nothing outside
+        a filter comes out.
 
         Each part has 20,480 sequences..
         """
         V, depth, trials = 5, 3, 20_480
         target, draft = tiny(10, vocab_size=V), tiny(11, vocab_size=V)
         prompt = [0, 1, 2, 1]
-        drafter, params = make_drafter(name, 3, target, draft, **({"min_n": 1} if name == "ngram" else {}))
+        drafter, params = make_drafter(
+            name, 3, target, draft, **({"min_n": 1} if name == "ngram" else {})
+        )
         parts = [dict(temperature=2.5), dict(temperature=2.0, top_k=4, top_p=0.9, min_p=0.02)]
-        columns = {key: np.repeat([part.get(key, default) for part in parts], trials) for key, default in
-                   dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items()}
-        got = run(target, [prompt] * (2 * trials), drafter=drafter, draft_params=params, max_new=4, verify=mode,
-                  seed=np.arange(2 * trials), capacity=8, **columns)
+        columns = {
+            key: np.repeat([part.get(key, default) for part in parts], trials)
+            for key, default in dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items()
+        }
+        got = run(
+            target,
+            [prompt] * (2 * trials),
+            drafter=drafter,
+            draft_params=params,
+            max_new=4,
+            verify=mode,
+            seed=np.arange(2 * trials),
+            capacity=8,
+            **columns,
+        )
         accepted = np.asarray(got.state.accepted_BS).sum() / np.asarray(got.state.drafted_BS).sum()
         assert 0.1 < accepted < 0.95
         texts = np.array(list(itertools.product(range(V), repeat=depth)))
-        logits = full_logits(target, np.concatenate([np.tile(prompt, (len(texts), 1)), texts], axis=1))
+        logits = full_logits(
+            target, np.concatenate([np.tile(prompt, (len(texts), 1)), texts], axis=1)
+        )
         tokens = np.array(got.emitted)[:, :depth].reshape(2, trials, depth)
         for part, sampling in enumerate(parts):
-            laws = [[reference_law(logits[i, len(prompt) - 1 + t], **sampling)[text[t]] for t in range(depth)]
-                    for i, text in enumerate(texts)]
+            laws = [
+                [
+                    reference_law(logits[i, len(prompt) - 1 + t], **sampling)[text[t]]
+                    for t in range(depth)
+                ]
+                for i, text in enumerate(texts)
+            ]
             law = np.prod(laws, axis=1)
             counts = np.bincount(tokens[part] @ V ** np.arange(depth)[::-1], minlength=V**depth)
             assert counts[law == 0].sum() == 0
@@ -125,39 +184,83 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
         base.make("crystal_ball", 3, TARGET.config)
 
 
-@pytest.mark.parametrize(("arguments", "options", "message"), [
-    (("ngram", 0, TARGET.config), {}, "speculative tokens must be at least 1, got 0"),
-    (("ngram", 3, TARGET.config), {"min_n": 3, "max_n": 2}, "min_n=3 and max_n=2"),
-    (("ngram", 3, TARGET.config), {"min_n": 0}, "min_n=0"),
-    (("ngram", 3, TARGET.config), {"max_n": 4.5}, "'max_n' of the drafter 'ngram' must be of type int, got 4.5"),
-    (("ngram", 3, TARGET.config), {"window": 5}, "'ngram' has no option 'window'; it has: max_n, min_n"),
-    (("ngram", 3, TARGET.config, DRAFT.config), {}, "'ngram' uses no draft model"),
-    (("draft_model", 3, TARGET.config), {}, "'draft_model' needs a draft model"),
-    (("draft_model", 3, TARGET.config, DRAFT.config), {"min_n": 2}, "'draft_model' has no option 'min_n'"),
-    (("draft_model", 3, TARGET.config, tiny_head(TARGET)[0]), {}, "needs a draft model, and a head was given"),
-    (("eagle", 3, TARGET.config), {}, "'eagle' needs a head, and none was given"),
-    (("ngram,eagle", 3, TARGET.config, DRAFT.config), {}, "needs a head, and a draft model was given"),
-    (("eagle", 3, tiny(6, vocab_size=5).config, tiny_head(TARGET)[0]), {}, "its vocabulary is 32, the target's 5"),
-    (("eagle", 3, tiny(6, num_layers=2).config, tiny_head(TARGET)[0]), {}, "its number of layers is 1, the target's 2"),
-    (("eagle,ngram", 3, TARGET.config, tiny_head(TARGET)[0]), {}, "'ngram' cannot come after another drafter"),
-    (("ngram,ngram", 3, TARGET.config), {}, "the same drafter twice"),
-    (("ngram,eagle", 3, TARGET.config, tiny_head(TARGET)[0]), {"skippable": 1}, "has no option 'skippable'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("ngram", 0, TARGET.config), {}, "speculative tokens must be at least 1, got 0"),
+        (("ngram", 3, TARGET.config), {"min_n": 3, "max_n": 2}, "min_n=3 and max_n=2"),
+        (("ngram", 3, TARGET.config), {"min_n": 0}, "min_n=0"),
+        (
+            ("ngram", 3, TARGET.config),
+            {"max_n": 4.5},
+            "'max_n' of the drafter 'ngram' must be of type int, got 4.5",
+        ),
+        (
+            ("ngram", 3, TARGET.config),
+            {"window": 5},
+            "'ngram' has no option 'window'; it has: max_n, min_n",
+        ),
+        (("ngram", 3, TARGET.config, DRAFT.config), {}, "'ngram' uses no draft model"),
+        (("draft_model", 3, TARGET.config), {}, "'draft_model' needs a draft model"),
+        (
+            ("draft_model", 3, TARGET.config, DRAFT.config),
+            {"min_n": 2},
+            "'draft_model' has no option 'min_n'",
+        ),
+        (
+            ("draft_model", 3, TARGET.config, tiny_head(TARGET)[0]),
+            {},
+            "needs a draft model, and a head was given",
+        ),
+        (("eagle", 3, TARGET.config), {}, "'eagle' needs a head, and none was given"),
+        (
+            ("ngram,eagle", 3, TARGET.config, DRAFT.config),
+            {},
+            "needs a head, and a draft model was given",
+        ),
+        (
+            ("eagle", 3, tiny(6, vocab_size=5).config, tiny_head(TARGET)[0]),
+            {},
+            "its vocabulary is 32, the target's 5",
+        ),
+        (
+            ("eagle", 3, tiny(6, num_layers=2).config, tiny_head(TARGET)[0]),
+            {},
+            "its number of layers is 1, the target's 2",
+        ),
+        (
+            ("eagle,ngram", 3, TARGET.config, tiny_head(TARGET)[0]),
+            {},
+            "'ngram' cannot come after another drafter",
+        ),
+        (("ngram,ngram", 3, TARGET.config), {}, "the same drafter twice"),
+        (
+            ("ngram,eagle", 3, TARGET.config, tiny_head(TARGET)[0]),
+            {"skippable": 1},
+            "has no option 'skippable'",
+        ),
+    ],
+)
 def test_drafters_that_cannot_be_are_refused(arguments, options, message):
     with pytest.raises(SpecJAXError, match=message):
         base.make(*arguments, options=options)
 
 
 def test_options_are_of_the_type_of_their_defaults(monkeypatch):
-    module = types.SimpleNamespace(DRAFT=None, make=lambda k, target, draft, *, scale=1.0, word="a": (k, scale, word))
+    module = types.SimpleNamespace(
+        DRAFT=None, make=lambda k, target, draft, *, scale=1.0, word="a": (k, scale, word)
+    )
     monkeypatch.setattr(base, "_modules", lambda name: [module])
     assert base.make("own", 2, TARGET.config, options={"scale": 2, "word": "b"}) == (2, 2, "b")
-    with pytest.raises(SpecJAXError, match="'scale' of the drafter 'own' must be of type float, got 'b'"):
+    with pytest.raises(
+        SpecJAXError, match="'scale' of the drafter 'own' must be of type float, got 'b'"
+    ):
         base.make("own", 2, TARGET.config, options={"scale": "b"})
 
 
 def looked_up(text, K, min_n, max_n):
-    """Prompt lookup as one would write it down: longest suffix first, latest occurrence first, then periodic."""
+    """Prompt lookup as one would write it down: longest suffix first, latest occurrence first, then
+    periodic."""
     for n in range(min(max_n, len(text) - 1), min_n - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[-n:]:

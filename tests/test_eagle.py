@@ -7,16 +7,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CAPACITY, GENERATE, OracleParams, full_taps, oracle, prepare, result, run, tiny, tiny_head
+from conftest import (
+    CAPACITY,
+    GENERATE,
+    OracleParams,
+    full_taps,
+    oracle,
+    prepare,
+    result,
+    run,
+    tiny,
+    tiny_head,
+)
 
 from specjax import llama
 from specjax.drafters import base, combined, eagle
 from specjax.train.objective import unrolled
 
 TARGET = tiny(6, num_layers=3)
-HEADS = {"EAGLE-1": dict(taps=(2,)), "EAGLE-3": dict(taps=(0, 1, 2)),
-         "reduced vocabulary": dict(taps=(0, 1, 2), num_draft_tokens=14)}  # fmt: skip
-PROMPTS = [np.random.default_rng(row).integers(0, 32, length).tolist() for row, length in enumerate([1, 2, 3, 6, 11])]
+HEADS = {
+    "EAGLE-1": dict(taps=(2,)),
+    "EAGLE-3": dict(taps=(0, 1, 2)),
+    "reduced vocabulary": dict(taps=(0, 1, 2), num_draft_tokens=14),
+}
+PROMPTS = [
+    np.random.default_rng(row).integers(0, 32, length).tolist()
+    for row, length in enumerate([1, 2, 3, 6, 11])
+]
 K = 3
 
 
@@ -68,7 +85,9 @@ def recording(drafter):
 def test_every_draft_is_that_of_a_pass_over_the_whole_text(name):
     """After every round, whatever was accepted in it: features, slots, positions and rollback."""
     drafter, config, params = head(name)
-    arguments = prepare(TARGET, PROMPTS, drafter=recording(drafter), draft_params=params, max_new=14)
+    arguments = prepare(
+        TARGET, PROMPTS, drafter=recording(drafter), draft_params=params, max_new=14
+    )
     state, checked, accepted = arguments[-1], 0, set()
     while state.active_B.any():
         before = result(state)
@@ -76,7 +95,10 @@ def test_every_draft_is_that_of_a_pass_over_the_whole_text(name):
         texts = np.asarray(state.tokens_BS)
         state = GENERATE(*arguments[:-1], state, jnp.int32(1))
         for row in np.flatnonzero(active):
-            tokens, drafts = texts[row, : lengths[row]].tolist(), np.asarray(state.drafter[1][row]).tolist()
+            tokens, drafts = (
+                texts[row, : lengths[row]].tolist(),
+                np.asarray(state.drafter[1][row]).tolist(),
+            )
             if len(tokens) > 1:  # without features the first guess is anybody's
                 assert drafts == expected_drafts(config, params, tokens, drafts), (row, before)
                 checked += 1
@@ -85,8 +107,8 @@ def test_every_draft_is_that_of_a_pass_over_the_whole_text(name):
 
 
 def test_a_drafter_that_no_row_needs_is_not_run_and_catches_up():
-    """The first drafter knows the text and says it, but for a stretch in the middle: there the head is asked, and
-    drafts as if it had been there all along."""
+    """The first drafter knows the text and says it, but for a stretch in the middle: there the head
+    is asked, and drafts as if it had been there all along."""
     _, config, params = head("EAGLE-3")
     skippable = eagle.make(K, TARGET.config, config, skippable=True)
     both = combined.make((oracle(K), recording(skippable)))
@@ -98,14 +120,19 @@ def test_a_drafter_that_no_row_needs_is_not_run_and_catches_up():
     arguments = prepare(TARGET, PROMPTS, drafter=both, draft_params=(first, params), max_new=24)
     state, checked = arguments[-1], 0
     while state.active_B.any():
-        lengths, active, read = (np.asarray(x) for x in (state.length_B, state.active_B, state.drafter[1][0].read_B))
+        lengths, active, read = (
+            np.asarray(x) for x in (state.length_B, state.active_B, state.drafter[1][0].read_B)
+        )
         silent = active & silent_BS[np.arange(len(PROMPTS)), lengths]
         texts = np.asarray(state.tokens_BS)
         state = GENERATE(*arguments[:-1], state, jnp.int32(1))
         if not silent.any():
             np.testing.assert_array_equal(state.drafter[1][0].read_B, read)
         for row in np.flatnonzero(silent):
-            tokens, drafts = texts[row, : lengths[row]].tolist(), np.asarray(state.drafter[1][1][row]).tolist()
+            tokens, drafts = (
+                texts[row, : lengths[row]].tolist(),
+                np.asarray(state.drafter[1][1][row]).tolist(),
+            )
             assert drafts == expected_drafts(config, params, tokens, drafts)
             checked += 1
     assert checked >= len(PROMPTS)
@@ -115,16 +142,29 @@ def test_a_drafter_that_no_row_needs_is_not_run_and_catches_up():
 
 def test_tokens_outside_the_reduced_vocabulary_are_never_guessed():
     drafter, _, params = head("reduced vocabulary")
-    got = run(TARGET, PROMPTS, drafter=recording(drafter), draft_params=params, max_new=12, temperature=3.0,
-              seed=list(range(len(PROMPTS))))
-    assert set(np.asarray(got.state.drafter[1]).ravel().tolist()) <= set(np.asarray(params["draft_ids_U"]).tolist())
+    got = run(
+        TARGET,
+        PROMPTS,
+        drafter=recording(drafter),
+        draft_params=params,
+        max_new=12,
+        temperature=3.0,
+        seed=list(range(len(PROMPTS))),
+    )
+    assert set(np.asarray(got.state.drafter[1]).ravel().tolist()) <= set(
+        np.asarray(params["draft_ids_U"]).tolist()
+    )
 
 
 def test_a_head_that_cannot_be_is_refused():
     config = head("EAGLE-3")[1]
-    for change, message in ((dict(taps=(1, 0, 2)), "rising layers"), (dict(taps=(0, 3)), "0 to 2, got 0, 3"),
-                            (dict(taps=()), "got none"), (dict(num_draft_tokens=33), "in 1 to 32, got 33"),
-                            (dict(layer=TARGET.config), "one decoder layer, and this one 3")):
+    for change, message in (
+        (dict(taps=(1, 0, 2)), "rising layers"),
+        (dict(taps=(0, 3)), "0 to 2, got 0, 3"),
+        (dict(taps=()), "got none"),
+        (dict(num_draft_tokens=33), "in 1 to 32, got 33"),
+        (dict(layer=TARGET.config), "one decoder layer, and this one 3"),
+    ):
         with pytest.raises(base.SpecJAXError, match=message):
             dataclasses.replace(config, **change)
 
@@ -133,5 +173,7 @@ def test_the_whole_vocabulary_goes_through_the_targets_own_matrix():
     params = head("EAGLE-1")[2]
     assert "lm_head_UD" not in params
     reduced = head("reduced vocabulary")[2]
-    np.testing.assert_array_equal(reduced["lm_head_UD"], TARGET.params["lm_head_VD"][reduced["draft_ids_U"]])
+    np.testing.assert_array_equal(
+        reduced["lm_head_UD"], TARGET.params["lm_head_VD"][reduced["draft_ids_U"]]
+    )
     assert llama.abstract_params(TARGET.config)["lm_head_VD"].shape == (32, 16)

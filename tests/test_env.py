@@ -12,8 +12,13 @@ from specjax.kernels import dispatch
 
 
 def gpu(index: int, capability: str = "9.0", memory: int | None = 80 * 2**30):
-    return types.SimpleNamespace(id=index, device_kind="NVIDIA H100", platform="gpu", compute_capability=capability,
-                                 memory_stats=lambda: memory and {"bytes_limit": memory})
+    return types.SimpleNamespace(
+        id=index,
+        device_kind="NVIDIA H100",
+        platform="gpu",
+        compute_capability=capability,
+        memory_stats=lambda: memory and {"bytes_limit": memory},
+    )
 
 
 def output(capsys) -> list[str]:
@@ -27,7 +32,9 @@ def test_a_cpu_uses_xla_and_the_reason_is_said(capsys):
     assert ["jax", jax.__version__] in [line.split() for line in lines]
     assert any(line.startswith("device 0") and "(cpu)" in line for line in lines)
     assert [line.split() for line in lines if line.startswith(("attention", "verification"))] == [
-        ["attention", "xla"], ["verification", "xla"]]  # fmt: skip
+        ["attention", "xla"],
+        ["verification", "xla"],
+    ]
     assert sum("Not mosaic_gpu" in line and dispatch.missing_gpu() in line for line in lines) == 2
 
 

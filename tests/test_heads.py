@@ -41,12 +41,16 @@ def test_what_was_saved_is_loaded(folder):
 def test_a_head_is_drafted_with(folder):
     head = heads.load(folder, MODEL)
     for drafter in ("eagle", "ngram,eagle"):
-        got = generation.generate(MODEL, drafter, [[1, 2, 3]], draft=head, max_new_tokens=12, num_speculative_tokens=2)
+        got = generation.generate(
+            MODEL, drafter, [[1, 2, 3]], draft=head, max_new_tokens=12, num_speculative_tokens=2
+        )
         plain = generation.generate(MODEL, "none", [[1, 2, 3]], max_new_tokens=12)
         assert got.completions[0].tokens == plain.completions[0].tokens
 
 
-def test_the_head_that_comes_with_the_package_is_found_by_the_shape_of_the_target(folder, monkeypatch):
+def test_the_head_that_comes_with_the_package_is_found_by_the_shape_of_the_target(
+    folder, monkeypatch
+):
     monkeypatch.setattr(heads, "SHIPPED", folder.parent)
     assert heads.load(None, MODEL).path == str(folder)
     other = tiny(6, num_layers=2)
@@ -54,15 +58,18 @@ def test_the_head_that_comes_with_the_package_is_found_by_the_shape_of_the_targe
         heads.load(None, Model(other.config, other.params, None, (), "other"))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"target_layers": 5}, "its number of layers is 5, the target's 3"),
-    ({"taps": [0, 0, 1]}, "rising layers"),
-    ({"format": "specjax"}, "is not the folder of a head"),
-    ({"num_draft_tokens": 8}, r"'draft_ids_U' has the shape \(9,\), and must have \(8,\)"),
-    ({"num_draft_tokens": None}, "tensor 'draft_ids_U' is not one of a head"),
-    ({"taps": [2]}, "tensor 'fuse_DI' is not one of a head"),
-    ({"colour": 1}, "config.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_layers": 5}, "its number of layers is 5, the target's 3"),
+        ({"taps": [0, 0, 1]}, "rising layers"),
+        ({"format": "specjax"}, "is not the folder of a head"),
+        ({"num_draft_tokens": 8}, r"'draft_ids_U' has the shape \(9,\), and must have \(8,\)"),
+        ({"num_draft_tokens": None}, "tensor 'draft_ids_U' is not one of a head"),
+        ({"taps": [2]}, "tensor 'fuse_DI' is not one of a head"),
+        ({"colour": 1}, "config.json"),
+    ],
+)
 def test_a_head_that_does_not_fit_is_refused(folder, change, message):
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | change))
@@ -70,10 +77,13 @@ def test_a_head_that_does_not_fit_is_refused(folder, change, message):
         heads.load(folder, MODEL)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"vocab_size": 5}, "its vocabulary is 32, the target's 5"),
-    ({"hidden_size": 32}, "its width is 16, the target's 32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 5}, "its vocabulary is 32, the target's 5"),
+        ({"hidden_size": 32}, "its width is 16, the target's 32"),
+    ],
+)
 def test_a_head_for_another_target_says_so(folder, change, message):
     other = dataclasses.replace(MODEL, config=dataclasses.replace(TARGET.config, **change))
     with pytest.raises(SpecJAXError, match=f"{folder}: the head is for another target: {message}"):
@@ -82,7 +92,9 @@ def test_a_head_for_another_target_says_so(folder, change, message):
 
 def test_ids_that_are_no_tokens_and_missing_tensors_are_refused(folder):
     arrays = safetensors.numpy.load_file(folder / "head.safetensors")
-    safetensors.numpy.save_file({**arrays, "draft_ids_U": np.full(9, 32, np.int32)}, folder / "head.safetensors")
+    safetensors.numpy.save_file(
+        {**arrays, "draft_ids_U": np.full(9, 32, np.int32)}, folder / "head.safetensors"
+    )
     with pytest.raises(SpecJAXError, match="ids that are no tokens"):
         heads.load(folder, MODEL)
     for name, dtype in (("draft_ids_U", np.float32), ("join_DI", np.int32)):

@@ -14,15 +14,24 @@ from specjax.checkpoints_convert import hf, table
 from specjax.config import LlamaConfig, RopeConfig
 from specjax.errors import SpecJAXError
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def refused(folder, *words):
-    """Loading and converting `folder` fail with one line that has all `words`, and nothing is written."""
+    """Loading and converting `folder` fail with one line that has all `words`, and nothing is
+    written."""
     folder = pathlib.Path(folder)
     before = sorted(folder.parent.rglob("*"))
-    for attempt in (lambda: checkpoint.load(folder), lambda: checkpoint.convert(folder, folder.parent / "out")):
+    for attempt in (
+        lambda: checkpoint.load(folder),
+        lambda: checkpoint.convert(folder, folder.parent / "out"),
+    ):
         with pytest.raises(SpecJAXError) as caught:
             attempt()
         message = str(caught.value)
@@ -32,13 +41,29 @@ def refused(folder, *words):
     assert sorted(folder.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize(
+    "config", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
+)
 def test_the_table_describes_the_same_parameters_as_the_model(config):
-    cfg = LlamaConfig(32, 16, 24, 3, 6, 2, 8, tie_word_embeddings="tie_word_embeddings" in config,
-                      attention_bias="mlp_bias" in config, mlp_bias="mlp_bias" in config)
-    expected = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
-                for path, leaf in jax.tree.leaves_with_path(llama.abstract_params(cfg))}
-    assert {".".join(map(str, parameter.path)): parameter.shape for parameter in table.parameters(cfg)} == expected
+    cfg = LlamaConfig(
+        32,
+        16,
+        24,
+        3,
+        6,
+        2,
+        8,
+        tie_word_embeddings="tie_word_embeddings" in config,
+        attention_bias="mlp_bias" in config,
+        mlp_bias="mlp_bias" in config,
+    )
+    expected = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(llama.abstract_params(cfg))
+    }
+    assert {
+        ".".join(map(str, parameter.path)): parameter.shape for parameter in table.parameters(cfg)
+    } == expected
     assert table.num_values(cfg) == sum(map(np.prod, expected.values()))
 
 
@@ -54,16 +79,26 @@ def test_fused_layout(tmp_path):
             for k in range(2):
                 for g in range(G):
                     start = (k * G + g) * H
-                    np.testing.assert_array_equal(qkv[k, g], theirs[f"self_attn.q_proj.{suffix}"][start:start + H])
-                np.testing.assert_array_equal(qkv[k, G], theirs[f"self_attn.k_proj.{suffix}"][k * H:(k + 1) * H])
-                np.testing.assert_array_equal(qkv[k, G + 1], theirs[f"self_attn.v_proj.{suffix}"][k * H:(k + 1) * H])
-        np.testing.assert_array_equal(attention["out_DKGH"].reshape(32, 32), theirs["self_attn.o_proj.weight"])
+                    np.testing.assert_array_equal(
+                        qkv[k, g], theirs[f"self_attn.q_proj.{suffix}"][start : start + H]
+                    )
+                np.testing.assert_array_equal(
+                    qkv[k, G], theirs[f"self_attn.k_proj.{suffix}"][k * H : (k + 1) * H]
+                )
+                np.testing.assert_array_equal(
+                    qkv[k, G + 1], theirs[f"self_attn.v_proj.{suffix}"][k * H : (k + 1) * H]
+                )
+        np.testing.assert_array_equal(
+            attention["out_DKGH"].reshape(32, 32), theirs["self_attn.o_proj.weight"]
+        )
         np.testing.assert_array_equal(attention["out_bias_D"], theirs["self_attn.o_proj.bias"])
         np.testing.assert_array_equal(attention["norm_D"], theirs["input_layernorm.weight"])
         np.testing.assert_array_equal(mlp["norm_D"], theirs["post_attention_layernorm.weight"])
         for j, half in enumerate(("gate", "up")):
             np.testing.assert_array_equal(mlp["gate_up_2FD"][j], theirs[f"mlp.{half}_proj.weight"])
-            np.testing.assert_array_equal(mlp["gate_up_bias_2F"][j], theirs[f"mlp.{half}_proj.bias"])
+            np.testing.assert_array_equal(
+                mlp["gate_up_bias_2F"][j], theirs[f"mlp.{half}_proj.bias"]
+            )
         np.testing.assert_array_equal(mlp["down_DF"], theirs["mlp.down_proj.weight"])
         np.testing.assert_array_equal(mlp["down_bias_D"], theirs["mlp.down_proj.bias"])
     np.testing.assert_array_equal(model.params["embed_VD"], arrays["model.embed_tokens.weight"])
@@ -71,15 +106,26 @@ def test_fused_layout(tmp_path):
     np.testing.assert_array_equal(model.params["final_norm_D"], arrays["model.norm.weight"])
 
 
-@pytest.mark.parametrize(("fields", "rope"), [
-    ({"rope_theta": None}, RopeConfig(10000.0)),
-    ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
-    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, RopeConfig(500.0, "linear", 4.0)),
-    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 32)),
-    ({"rope_theta": None, "rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0, **LLAMA3}},
-     RopeConfig(7.0, "llama3", 8.0, 1.0, 4.0, 32)),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, RopeConfig(9.0)),
-])
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": None}, RopeConfig(10000.0)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, RopeConfig(500.0, "linear", 4.0)),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 32),
+        ),
+        (
+            {
+                "rope_theta": None,
+                "rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0, **LLAMA3},
+            },
+            RopeConfig(7.0, "llama3", 8.0, 1.0, 4.0, 32),
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, RopeConfig(9.0)),
+    ],
+)
 def test_rope_in_every_spelling(tmp_path, fields, rope):
     folder = make_folders.write_folder(tmp_path / "hf", fields)
     assert hf.read_config(folder).rope == rope
@@ -90,12 +136,20 @@ def test_rope_in_every_spelling(tmp_path, fields, rope):
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope", "su", "made_up"])
 def test_unknown_rope_type(tmp_path, kind):
-    refused(make_folders.write_folder(tmp_path / "hf", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}),
-            "config.json", repr(kind), "llama3")
+    refused(
+        make_folders.write_folder(
+            tmp_path / "hf", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}
+        ),
+        "config.json",
+        repr(kind),
+        "llama3",
+    )
 
 
 def test_optional_fields(tmp_path):
-    folder = make_folders.write_folder(tmp_path / "hf", {"head_dim": None}, make_folders.tensors({}))
+    folder = make_folders.write_folder(
+        tmp_path / "hf", {"head_dim": None}, make_folders.tensors({})
+    )
     config = json.loads((folder / "config.json").read_text())
     del config["num_key_value_heads"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -103,30 +157,53 @@ def test_optional_fields(tmp_path):
     assert (cfg.head_dim, cfg.num_kv_heads, cfg.rms_norm_eps) == (8, 4, 1e-5)
 
 
-@pytest.mark.parametrize(("config", "words"), [
-    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, ["MistralForCausalLM", "LlamaForCausalLM"]),
-    ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
-    ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-    ({"quantization_config": {"quant_method": "gptq"}}, ["gptq"]),
-    ({"vocab_size": "many"}, ["vocab_size", "many"]),
-    ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "missing"]),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["missing"]),
-    ({"eos_token_id": "two"}, ["eos_token_id", "two"]),
-    ({"architectures": "LlamaForCausalLM"}, ["'LlamaForCausalLM'"]),
-    ({"quantization_config": "x"}, ["wrong kind"]),
-    ({"rope_parameters": "linear"}, ["wrong kind"]),
-    ({"rope_theta": "abc"}, ["wrong kind", "abc"]),
-    ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, ["factor", "finite"]),
-    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ["low_freq_factor"]),
-    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 0.0}}, ["low_freq_factor"]),
-    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}}, ["original_max"]),
-])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            ["MistralForCausalLM", "LlamaForCausalLM"],
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq"]),
+        ({"vocab_size": "many"}, ["vocab_size", "many"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "missing"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["missing"]),
+        ({"eos_token_id": "two"}, ["eos_token_id", "two"]),
+        ({"architectures": "LlamaForCausalLM"}, ["'LlamaForCausalLM'"]),
+        ({"quantization_config": "x"}, ["wrong kind"]),
+        ({"rope_parameters": "linear"}, ["wrong kind"]),
+        ({"rope_theta": "abc"}, ["wrong kind", "abc"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, ["factor", "finite"]),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+            ["low_freq_factor"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 0.0}},
+            ["low_freq_factor"],
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    **LLAMA3,
+                    "original_max_position_embeddings": 0,
+                }
+            },
+            ["original_max"],
+        ),
+    ],
+)
 def test_configurations_that_are_refused(tmp_path, config, words):
     arrays = make_folders.tensors({})
     refused(make_folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
 
 
-@pytest.mark.parametrize("field", ["rms_norm_eps", "vocab_size", "max_position_embeddings", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "field", ["rms_norm_eps", "vocab_size", "max_position_embeddings", "num_attention_heads"]
+)
 def test_a_missing_field_is_not_guessed(tmp_path, field):
     folder = make_folders.write_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
@@ -135,7 +212,9 @@ def test_a_missing_field_is_not_guessed(tmp_path, field):
     refused(folder, field, "missing")
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", hf.INDEX])
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "tokenizer_config.json", hf.INDEX]
+)
 def test_corrupt_json(tmp_path, file):
     folder = make_folders.write_folder(tmp_path / "hf", shards=2)
     (folder / file).write_text('{"a": ')
@@ -149,7 +228,9 @@ def test_missing_tensor(tmp_path, shards):
     refused(make_folders.write_folder(tmp_path / "hf", arrays=arrays, shards=shards), Q, "missing")
 
 
-@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra"]
+)
 def test_surplus_tensor(tmp_path, name):
     arrays = make_folders.tensors({}) | {name: np.zeros(3, np.float32)}
     refused(make_folders.write_folder(tmp_path / "hf", arrays=arrays), name, "surplus")
@@ -163,7 +244,11 @@ def test_misshapen_tensor(tmp_path):
 @pytest.mark.parametrize("dtype", [np.int8, np.float64])
 def test_dtype_that_is_not_supported(tmp_path, dtype):
     arrays = make_folders.tensors({}) | {Q: np.zeros((32, 32), dtype)}
-    refused(make_folders.write_folder(tmp_path / "hf", arrays=arrays), Q, {np.int8: "I8", np.float64: "F64"}[dtype])
+    refused(
+        make_folders.write_folder(tmp_path / "hf", arrays=arrays),
+        Q,
+        {np.int8: "I8", np.float64: "F64"}[dtype],
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
@@ -216,9 +301,13 @@ def test_tied_models_may_carry_an_equal_head_only(tmp_path):
 
 
 def test_rotary_buffers_are_ignored(tmp_path):
-    arrays = make_folders.tensors({}) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    arrays = make_folders.tensors({}) | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)
+    }
     for shards in (1, 2):
-        checkpoint.load(make_folders.write_folder(tmp_path / str(shards), arrays=arrays, shards=shards))
+        checkpoint.load(
+            make_folders.write_folder(tmp_path / str(shards), arrays=arrays, shards=shards)
+        )
 
 
 def test_eos_is_a_union(tmp_path):
@@ -249,7 +338,9 @@ def test_dtypes_of_loaded_parameters(tmp_path):
     assert checkpoint.load(folder).params["embed_VD"].dtype == expected
     for dtype in (*make_folders.DTYPES, *make_folders.DTYPES.values()):
         params = checkpoint.load(folder, dtype=dtype).params
-        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(make_folders.DTYPES.get(dtype, dtype))}
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {
+            np.dtype(make_folders.DTYPES.get(dtype, dtype))
+        }
     with pytest.raises(SpecJAXError, match="int8"):
         checkpoint.load(folder, dtype="int8")
 
@@ -275,20 +366,27 @@ def test_single_file_wins_over_an_index(tmp_path):
     folder = make_folders.write_folder(tmp_path / "hf", shards=2)
     other = make_folders.tensors({}, seed=1)
     safetensors.numpy.save_file(other, folder / "model.safetensors")
-    np.testing.assert_array_equal(checkpoint.load(folder).params["embed_VD"], other["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(
+        checkpoint.load(folder).params["embed_VD"], other["model.embed_tokens.weight"]
+    )
 
 
-GOLDEN = sorted(path.parent for path in pathlib.Path(__file__).parent.glob("golden/llama/*/config.json"))
+GOLDEN = sorted(
+    path.parent for path in pathlib.Path(__file__).parent.glob("golden/llama/*/config.json")
+)
 
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_transformers_loads_our_export(tmp_path, folder):
-    """Through both conversions, and then transformers computes the logits that it computed from the original."""
+    """Through both conversions, and then transformers computes the logits that it computed from the
+    original."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     checkpoint.convert(folder, tmp_path / "ours")
     checkpoint.export(tmp_path / "ours", tmp_path / "back")
-    model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    model, info = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
     assert not any(info.values()), info
     golden = np.load(folder / "golden.npz")
     with torch.no_grad():

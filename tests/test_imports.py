@@ -8,10 +8,14 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = {"specjax.kernels": ROOT / "kernels", "specjax.checkpoints_convert": ROOT / "checkpoints_convert",
-           "specjax": ROOT / "specjax"}
+FOLDERS = {
+    "specjax.kernels": ROOT / "kernels",
+    "specjax.checkpoints_convert": ROOT / "checkpoints_convert",
+    "specjax": ROOT / "specjax",
+}
 
-# Lowest first. A module imports from layers below its own; within the last two layers anything goes that is no cycle.
+# Lowest first. A module imports from layers below its own; within the last two layers anything goes
+# that is no cycle.
 LAYERS = (
     ("specjax.errors",),
     ("specjax.config",),
@@ -29,7 +33,11 @@ def sources() -> dict[str, pathlib.Path]:
     found = {}
     for package, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
-            parts = [part for part in path.relative_to(folder).with_suffix("").parts if part != "__init__"]
+            parts = [
+                part
+                for part in path.relative_to(folder).with_suffix("").parts
+                if part != "__init__"
+            ]
             found[".".join([package, *parts])] = path
     return found
 
@@ -52,9 +60,14 @@ def imports(module: str) -> set[str]:
 
 
 def layer(module: str) -> int:
-    # A longer prefix is more specific: specjax.cli.main is in the layer of specjax.cli, not of specjax.
-    matches = [(len(name), i) for i, names in enumerate(LAYERS) for name in names
-               if module == name or module.startswith(name + ".")]
+    # A longer prefix is more specific: specjax.cli.main is in the layer of specjax.cli, not of
+    # specjax.
+    matches = [
+        (len(name), i)
+        for i, names in enumerate(LAYERS)
+        for name in names
+        if module == name or module.startswith(name + ".")
+    ]
     return max(matches)[1]
 
 
@@ -68,7 +81,10 @@ def test_a_module_imports_only_what_lies_below_it(module):
         if in_package(module, "specjax.kernels"):
             assert in_package(imported, "specjax.kernels"), f"{module} imports {imported}"
         elif not in_package(imported, "specjax.kernels"):
-            same_is_fine = layer(module) >= len(LAYERS) - 2 or imported in ("specjax.drafters", "specjax.drafters.base")
+            same_is_fine = layer(module) >= len(LAYERS) - 2 or imported in (
+                "specjax.drafters",
+                "specjax.drafters.base",
+            )
             assert layer(imported) < layer(module) + same_is_fine, f"{module} imports {imported}"
 
 
@@ -76,7 +92,7 @@ def test_there_are_no_import_cycles():
     finished, path = set(), []
 
     def visit(module):
-        assert module not in path, " -> ".join([*path[path.index(module):], module])
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
         if module not in finished:
             path.append(module)
             for imported in imports(module) & SOURCES.keys():
@@ -93,7 +109,12 @@ def test_there_are_no_import_cycles():
 def test_the_core_is_seen():
     """Guards the tests above against looking in the wrong place."""
     assert {"specjax.errors", "specjax.config", "specjax.kernels.dispatch"} <= SOURCES.keys()
-    assert {"specjax.llama", "specjax.verify", "specjax.drafters.base", "specjax.sampling"} <= imports("specjax.decode")
+    assert {
+        "specjax.llama",
+        "specjax.verify",
+        "specjax.drafters.base",
+        "specjax.sampling",
+    } <= imports("specjax.decode")
     assert "specjax.kernels.paged_attention" in imports("specjax.llama")
 
 

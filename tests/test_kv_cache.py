@@ -13,7 +13,8 @@ CONFIG = tiny(0).config
 
 
 def owned(cache) -> list[int]:
-    """Pages in block tables, after checking that table and free list together hold every page exactly once."""
+    """Pages in block tables, after checking that table and free list together hold every page
+    exactly once."""
     P = cache.free_P.shape[0]
     table = np.asarray(cache.block_table_BX)
     pages = table[table < P].tolist()
@@ -23,7 +24,8 @@ def owned(cache) -> list[int]:
 
 
 def test_a_thousand_short_requests_leave_every_page_free():
-    """Random starts, growth and ends of 1,000 requests in 5 rows of a pool that is often nearly full."""
+    """Random starts, growth and ends of 1,000 requests in 5 rows of a pool that is often nearly
+    full."""
     B, Z, max_slots = 5, 3, 17
     cache = kv_cache.init(CONFIG, B, max_slots, page_size=Z)
     P = int(cache.num_free_C[0])
@@ -58,8 +60,12 @@ def test_an_empty_free_list_gives_no_page_twice():
     cache = kv_cache.reserve(cache, jnp.array([8, 8, 8]))
     assert int(cache.num_free_C[0]) == 0 and len(owned(cache)) == 7
     assert (np.asarray(cache.block_table_BX) == 7).sum(axis=1).tolist() == [0, 1, 4]
-    cache = kv_cache.reserve(kv_cache.release(cache, jnp.array([True, False, False])), jnp.array([0, 8, 5]))
-    assert (np.asarray(cache.block_table_BX) < 7).sum(axis=1).tolist() == [0, 4, 3] and len(owned(cache)) == 7
+    cache = kv_cache.reserve(
+        kv_cache.release(cache, jnp.array([True, False, False])), jnp.array([0, 8, 5])
+    )
+    assert (np.asarray(cache.block_table_BX) < 7).sum(axis=1).tolist() == [0, 4, 3] and len(
+        owned(cache)
+    ) == 7
 
 
 def test_more_slots_than_a_row_can_hold_get_the_pages_there_are():
@@ -75,12 +81,18 @@ def test_releasing_twice_frees_once():
 
 
 def test_what_is_written_lies_where_locate_says_and_nowhere_else():
-    """Slots before 0, beyond the table and in pages not held are dropped: none wraps round to another page."""
+    """Slots before 0, beyond the table and in pages not held are dropped: none wraps round to
+    another page."""
     cache = kv_cache.reserve(kv_cache.init(CONFIG, 2, 8, page_size=4), jnp.array([5, 3]))
     slots_BT = jnp.array([[-1, 0, 4, 7, 8], [-4, 2, 4, 9, -1]])
     page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
-    assert (np.asarray(page_BT) < 4).tolist() == [[False, True, True, True, False], [False, True, False, False, False]]
-    new_BTKH = jnp.arange(1.0, 11)[:, None, None] * jnp.ones((10, CONFIG.num_kv_heads, CONFIG.head_dim))
+    assert (np.asarray(page_BT) < 4).tolist() == [
+        [False, True, True, True, False],
+        [False, True, False, False, False],
+    ]
+    new_BTKH = jnp.arange(1.0, 11)[:, None, None] * jnp.ones(
+        (10, CONFIG.num_kv_heads, CONFIG.head_dim)
+    )
     new_BTKH = new_BTKH.reshape(2, 5, CONFIG.num_kv_heads, CONFIG.head_dim)
     pool = np.asarray(kv_cache.write(cache.k_PKZH[0], page_BT, offset_BT, new_BTKH))
     table = np.asarray(cache.block_table_BX)
@@ -90,8 +102,15 @@ def test_what_is_written_lies_where_locate_says_and_nowhere_else():
     np.testing.assert_array_equal(pool, expected)
 
 
-@pytest.mark.parametrize(("changes", "name"), [(dict(page_size=0), "page_size"), (dict(num_pages=0), "num_pages"),
-                                               (dict(batch_size=0), "batch_size"), (dict(max_slots=0), "max_slots")])
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (dict(page_size=0), "page_size"),
+        (dict(num_pages=0), "num_pages"),
+        (dict(batch_size=0), "batch_size"),
+        (dict(max_slots=0), "max_slots"),
+    ],
+)
 def test_sizes_below_one_are_refused_by_name(changes, name):
     sizes = dict(batch_size=1, max_slots=4, page_size=2) | changes
     with pytest.raises(SpecJAXError, match=f"{name} must be at least 1, got 0"):

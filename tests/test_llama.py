@@ -1,4 +1,5 @@
-"""The model against Hugging Face's: golden logits that are checked in, and live where transformers is installed."""
+"""The model against Hugging Face's: golden logits that are checked in, and live where transformers
+is installed."""
 
 import pathlib
 
@@ -19,28 +20,41 @@ FORWARD = jax.jit(llama.forward, static_argnums=1, static_argnames=("taps", "imp
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden_logits(case):
-    """The logits spread over several units, and a term left out moves them by far more than the tolerance."""
+    """The logits spread over several units, and a term left out moves them by far more than the
+    tolerance."""
     golden = np.load(GOLDEN / case / "golden.npz")
     model = checkpoint.load(GOLDEN / case, dtype="float32")
-    np.testing.assert_allclose(full_logits(model, golden["tokens_BT"]), golden["logits_BTV"], atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(
+        full_logits(model, golden["tokens_BT"]), golden["logits_BTV"], atol=1e-4, rtol=1e-4
+    )
 
 
 def test_the_goldens_cover_what_llamas_differ_in():
     configs = [checkpoint.load(GOLDEN / case).config for case in CASES]
     assert {config.rope.rope_type for config in configs} == {"default", "linear", "llama3"}
-    for varies in (lambda c: c.num_kv_heads == c.num_heads, lambda c: c.tie_word_embeddings, lambda c: c.attention_bias,
-                   lambda c: c.mlp_bias, lambda c: c.head_dim * c.num_heads == c.hidden_size,
-                   lambda c: c.rms_norm_eps > 1e-4):
+    for varies in (
+        lambda c: c.num_kv_heads == c.num_heads,
+        lambda c: c.tie_word_embeddings,
+        lambda c: c.attention_bias,
+        lambda c: c.mlp_bias,
+        lambda c: c.head_dim * c.num_heads == c.hidden_size,
+        lambda c: c.rms_norm_eps > 1e-4,
+    ):
         assert {varies(config) for config in configs} == {True, False}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_live_logits_of_transformers(case):
     """On other text than the golden one, and from whichever version is installed."""
-    torch = pytest.importorskip("torch", reason="the live comparison needs torch, which is not installed")
-    transformers = pytest.importorskip("transformers",
-                                       reason="the live comparison needs transformers, which is not installed")
-    theirs = transformers.LlamaForCausalLM.from_pretrained(GOLDEN / case, dtype=torch.float32).eval()
+    torch = pytest.importorskip(
+        "torch", reason="the live comparison needs torch, which is not installed"
+    )
+    transformers = pytest.importorskip(
+        "transformers", reason="the live comparison needs transformers, which is not installed"
+    )
+    theirs = transformers.LlamaForCausalLM.from_pretrained(
+        GOLDEN / case, dtype=torch.float32
+    ).eval()
     model = checkpoint.load(GOLDEN / case, dtype="float32")
     tokens_BT = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 40))
     with torch.no_grad():
@@ -55,45 +69,87 @@ def test_reading_in_pieces_equals_reading_at_once(piece):
     expected_BTV = full_logits(model, tokens_BT)
     cache = kv_cache.reserve(kv_cache.init(model.config, 3, 24, page_size=5), jnp.full(3, 24))
     for start in range(0, 24, piece):
-        output = FORWARD(model.params, model.config, tokens_BT[:, start : start + piece], jnp.full(3, start), cache)
+        output = FORWARD(
+            model.params,
+            model.config,
+            tokens_BT[:, start : start + piece],
+            jnp.full(3, start),
+            cache,
+        )
         cache = output.cache
         logits_BTV = llama.logits(model.params, output.hidden_BTD)
         np.testing.assert_allclose(logits_BTV, expected_BTV[:, start : start + piece], atol=2e-5)
 
 
 def test_prefill_fills_the_cache_as_one_pass_does():
-    """For rows that end before, on and after the edges of pages and chunks, with nothing lost between chunks."""
+    """For rows that end before, on and after the edges of pages and chunks, with nothing lost
+    between chunks."""
     model = tiny(1, num_layers=2)
     B, S, Z = 20, 20, 4
     tokens_BS = np.random.default_rng(2).integers(0, 32, (B, S))
     count_B = jnp.arange(B)
     caches = []
     for chunk, taps in ((8, (0, 1)), (S, ())):
-        cache, taps_BSD = PREFILL(model.params, model.config, tokens_BS, count_B,
-                                  kv_cache.init(model.config, B, S, page_size=Z), chunk, taps=taps)
-        assert ((np.asarray(cache.block_table_BX) < len(cache.free_P)).sum(axis=1) == -(-np.arange(B) // Z)).all()
+        cache, taps_BSD = PREFILL(
+            model.params,
+            model.config,
+            tokens_BS,
+            count_B,
+            kv_cache.init(model.config, B, S, page_size=Z),
+            chunk,
+            taps=taps,
+        )
+        assert (
+            (np.asarray(cache.block_table_BX) < len(cache.free_P)).sum(axis=1)
+            == -(-np.arange(B) // Z)
+        ).all()
         caches.append(cache)
         for tap_BSD in taps_BSD:
-            assert tap_BSD.shape == (B, S, model.config.hidden_size) and (tap_BSD[-1, : B - 1] != 0).any(-1).all()
+            assert (
+                tap_BSD.shape == (B, S, model.config.hidden_size)
+                and (tap_BSD[-1, : B - 1] != 0).any(-1).all()
+            )
     read_BS = np.arange(S) < np.arange(B)[:, None]
-    page_BS, offset_BS = (np.asarray(x)[read_BS] for x in kv_cache.locate(caches[0], jnp.tile(jnp.arange(S), (B, 1))))
-    for a, b in zip(caches[0].k_PKZH + caches[0].v_PKZH, caches[1].k_PKZH + caches[1].v_PKZH, strict=True):
+    page_BS, offset_BS = (
+        np.asarray(x)[read_BS] for x in kv_cache.locate(caches[0], jnp.tile(jnp.arange(S), (B, 1)))
+    )
+    for a, b in zip(
+        caches[0].k_PKZH + caches[0].v_PKZH, caches[1].k_PKZH + caches[1].v_PKZH, strict=True
+    ):
         a, b = np.asarray(a), np.asarray(b)
         np.testing.assert_allclose(a[page_BS, :, offset_BS], b[page_BS, :, offset_BS], atol=2e-5)
 
 
 def test_llama3_scaling_keeps_short_waves_divides_long_ones_and_ramps_between():
-    rope = RopeConfig(theta=500000.0, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                      original_max_position=8192)
-    shape = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
-                 head_dim=128)
+    rope = RopeConfig(
+        theta=500000.0,
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=8192,
+    )
+    shape = dict(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=128,
+    )
     plain = llama.rope_frequencies(LlamaConfig(**shape, rope=RopeConfig(theta=500000.0)))
     ratio = plain / llama.rope_frequencies(LlamaConfig(**shape, rope=rope))
     wavelength = 2 * np.pi / plain
     np.testing.assert_allclose(ratio[wavelength < 8192 / 4], 1, rtol=1e-6)
     np.testing.assert_allclose(ratio[wavelength > 8192], 8, rtol=1e-6)
     between = ratio[(wavelength > 8192 / 4) & (wavelength < 8192)]
-    assert len(between) and (np.diff(between) > 0).all() and (between > 1).all() and (between < 8).all()
+    assert (
+        len(between)
+        and (np.diff(between) > 0).all()
+        and (between > 1).all()
+        and (between < 8).all()
+    )
 
 
 def test_bfloat16_stays_near_float32():
@@ -106,9 +162,20 @@ def test_bfloat16_stays_near_float32():
 
 
 def test_init_has_the_declared_shapes():
-    config = LlamaConfig(vocab_size=9, hidden_size=6, intermediate_size=5, num_layers=2, num_heads=4, num_kv_heads=2,
-                         head_dim=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+    config = LlamaConfig(
+        vocab_size=9,
+        hidden_size=6,
+        intermediate_size=5,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     params = llama.init(jax.random.key(0), config)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype),
-                                                                             llama.abstract_params(config))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), llama.abstract_params(config)
+    )
     assert "lm_head_VD" not in params and (params["final_norm_D"] == 1).all()

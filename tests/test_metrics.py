@@ -15,7 +15,9 @@ def completion(*rounds: tuple[int, int, int], reason: str = "length") -> Complet
 
 
 def test_a_plain_mixture():
-    stats = metrics.acceptance([completion((3, 3, 4), (3, 1, 2), (3, 0, 1)), completion((3, 2, 3))], 3)
+    stats = metrics.acceptance(
+        [completion((3, 3, 4), (3, 1, 2), (3, 0, 1)), completion((3, 2, 3))], 3
+    )
     assert (stats.num_tokens, stats.num_rounds, stats.rounds_with_drafts) == (10, 4, 4)
     assert stats.tokens_per_round == stats.tokens_per_drafted_round == 10 / 4
     # Six accepted; one rejected in each round but the first.
@@ -24,7 +26,8 @@ def test_a_plain_mixture():
 
 
 def test_drafts_behind_an_end_were_not_put_to_the_test():
-    """The second of four drafts ended the sequence: nothing was rejected, and no token of the target's followed."""
+    """The second of four drafts ended the sequence: nothing was rejected, and no token of the
+    target's followed."""
     stats = metrics.acceptance([completion((4, 2, 2), reason="stop")], 4)
     assert (stats.num_tokens, stats.rate) == (2, 1.0)
     assert stats.by_position[:2] == (1.0, 1.0)
@@ -37,7 +40,9 @@ def test_an_end_that_the_target_itself_says_is_a_rejection():
 
 def test_the_budget_shortens_the_last_round():
     """Four tokens left: three drafts and one of the target's own. One left: none was drafted."""
-    stats = metrics.acceptance([completion((7, 7, 8), (3, 3, 4)), completion((7, 7, 8), (0, 0, 1))], 7)
+    stats = metrics.acceptance(
+        [completion((7, 7, 8), (3, 3, 4)), completion((7, 7, 8), (0, 0, 1))], 7
+    )
     assert stats.rate == 1.0
     assert stats.by_position == (1.0,) * 7
     assert (stats.num_rounds, stats.rounds_with_drafts, stats.tokens_per_round) == (4, 3, 21 / 4)
@@ -53,7 +58,12 @@ def test_positions_count_the_rounds_that_drafted_so_far():
 
 def test_rounds_without_drafts():
     stats = metrics.acceptance([completion((0, 0, 1), (0, 0, 1))], 2)
-    assert (stats.num_tokens, stats.num_rounds, stats.rounds_with_drafts, stats.tokens_per_round) == (2, 2, 0, 1.0)
+    assert (
+        stats.num_tokens,
+        stats.num_rounds,
+        stats.rounds_with_drafts,
+        stats.tokens_per_round,
+    ) == (2, 2, 0, 1.0)
     assert math.isnan(stats.rate)
     assert math.isnan(stats.tokens_per_drafted_round)
     assert len(stats.by_position) == 2
@@ -76,7 +86,9 @@ def test_later_positions_are_accepted_less_often():
 @pytest.mark.parametrize("K", [0, 1, 3, 7])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.75, 0.999])
 def test_expected_tokens_is_the_closed_formula(rate, K):
-    assert metrics.expected_tokens(rate, K) == pytest.approx((1 - rate ** (K + 1)) / (1 - rate), rel=1e-9)
+    assert metrics.expected_tokens(rate, K) == pytest.approx(
+        (1 - rate ** (K + 1)) / (1 - rate), rel=1e-9
+    )
 
 
 def test_expected_tokens_at_the_ends():

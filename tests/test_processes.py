@@ -23,7 +23,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     arrays, noise = (make_folders.tensors(CONFIG, seed=seed) for seed in (0, 1))
     make_folders.write_folder(folder / "target", CONFIG, arrays)
-    make_folders.write_folder(folder / "draft", CONFIG, {name: x + 0.1 * noise[name] for name, x in arrays.items()})
+    make_folders.write_folder(
+        folder / "draft", CONFIG, {name: x + 0.1 * noise[name] for name, x in arrays.items()}
+    )
     return folder
 
 
@@ -37,10 +39,20 @@ class Process:
     """`specjax generate` in a process of its own with so many devices; its output goes to files."""
 
     def __init__(self, folder: pathlib.Path, output: pathlib.Path, *arguments: str, devices: int):
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache"),
-                                    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-        command = [sys.executable, "-c", "from specjax.cli import main; main.run()", "generate",
-                   f"--target={folder / 'target'}", *(f"--prompt={prompt}" for prompt in PROMPTS), *arguments]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        command = [
+            sys.executable,
+            "-c",
+            "from specjax.cli import main; main.run()",
+            "generate",
+            f"--target={folder / 'target'}",
+            *(f"--prompt={prompt}" for prompt in PROMPTS),
+            *arguments,
+        ]
         self._paths = output.with_suffix(".out"), output.with_suffix(".err")
         with self._paths[0].open("w") as out, self._paths[1].open("w") as err:
             self.popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
@@ -60,7 +72,9 @@ def start(folder, tmp_path):
     processes = []
 
     def start(*arguments, devices: int = 2) -> Process:
-        processes.append(Process(folder, tmp_path / f"process{len(processes)}", *arguments, devices=devices))
+        processes.append(
+            Process(folder, tmp_path / f"process{len(processes)}", *arguments, devices=devices)
+        )
         return processes[-1]
 
     yield start
@@ -70,19 +84,31 @@ def start(folder, tmp_path):
 
 
 def of_two(process_id: int, port: int, timeout: int) -> list[str]:
-    return [f"--coordinator=localhost:{port}", "--num_processes=2", f"--process_id={process_id}",
-            f"--process_timeout={timeout}"]
+    return [
+        f"--coordinator=localhost:{port}",
+        "--num_processes=2",
+        f"--process_id={process_id}",
+        f"--process_timeout={timeout}",
+    ]
 
 
 def sampling(folder) -> list[str]:
-    return [f"--draft={folder / 'draft'}", "--drafter=draft_model", "--num_speculative_tokens=2", "--verify=coupled",
-            "--temperature=0.8", "--max_new_tokens=24"]
+    return [
+        f"--draft={folder / 'draft'}",
+        "--drafter=draft_model",
+        "--num_speculative_tokens=2",
+        "--verify=coupled",
+        "--temperature=0.8",
+        "--max_new_tokens=24",
+    ]
 
 
 @pytest.fixture(scope="module")
 def one(folder) -> str:
     """What one process on one device writes."""
-    process = Process(folder, folder / "process", *sampling(folder), f"--output={folder / 'one.jsonl'}", devices=1)
+    process = Process(
+        folder, folder / "process", *sampling(folder), f"--output={folder / 'one.jsonl'}", devices=1
+    )
     assert process.popen.wait(SECONDS) == 0, process.err
     return folder.joinpath("one.jsonl").read_text()
 
@@ -91,24 +117,39 @@ def one(folder) -> str:
 def test_two_processes_write_what_one_does(mesh, one, start, folder, tmp_path):
     """Both have a part of the models, or of the batch."""
     degrees = zip(("tensor_parallel", "draft_tensor_parallel", "data_parallel"), mesh, strict=True)
-    several = [*(f"--{name}={degree}" for name, degree in degrees), f"--output={tmp_path / 'two.jsonl'}"]
+    several = [
+        *(f"--{name}={degree}" for name, degree in degrees),
+        f"--output={tmp_path / 'two.jsonl'}",
+    ]
     port = free_port()
     processes = [start(*sampling(folder), *several, *of_two(i, port, SECONDS)) for i in range(2)]
-    assert [process.popen.wait(SECONDS) for process in processes] == [0, 0], [process.err for process in processes]
+    assert [process.popen.wait(SECONDS) for process in processes] == [0, 0], [
+        process.err for process in processes
+    ]
     assert tmp_path.joinpath("two.jsonl").read_text() == one
     rounds = [a_round for line in one.splitlines() for a_round in json.loads(line)["rounds"]]
-    assert 5 < sum(a_round["accepted"] for a_round in rounds) < sum(a_round["drafted"] for a_round in rounds)
+    assert (
+        5
+        < sum(a_round["accepted"] for a_round in rounds)
+        < sum(a_round["drafted"] for a_round in rounds)
+    )
     # One of them speaks for both.
     assert "> hello" in processes[0].out and "> hello" not in processes[1].out
 
 
-@pytest.mark.parametrize(("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
 def test_a_process_that_dies_takes_the_others_with_it(victim, how, start, tmp_path):
-    """And what they say names the cause. The other way out would be to wait for it for ever. One that hangs, or whose
-    host is gone, closes no connection: it is found by the timeout."""
+    """And what they say names the cause. The other way out would be to wait for it for ever. One
+    that hangs, or whose host is gone, closes no connection: it is found by the timeout."""
     port, timeout = free_port(), 10
-    options = ["--ignore_eos", "--max_new_tokens=8000", "--tensor_parallel=4",
-               f"--output={tmp_path / 'out.jsonl'}"]
+    options = [
+        "--ignore_eos",
+        "--max_new_tokens=8000",
+        "--tensor_parallel=4",
+        f"--output={tmp_path / 'out.jsonl'}",
+    ]
     processes = [start(*options, *of_two(i, port, timeout)) for i in range(2)]
     victim, survivor = processes[victim], processes[1 - victim]
     while "Gloo" not in victim.out:  # which says so when the first collective connects it
@@ -117,14 +158,18 @@ def test_a_process_that_dies_takes_the_others_with_it(victim, how, start, tmp_pa
     time.sleep(1)
     victim.popen.send_signal(how)
     assert survivor.popen.wait(timeout + 15) in (1, -signal.SIGABRT)  # by us, or by JAX
-    assert "one of them may have died" in survivor.err or "another task died" in survivor.err, survivor.err
+    assert "one of them may have died" in survivor.err or "another task died" in survivor.err, (
+        survivor.err
+    )
     assert not tmp_path.joinpath("out.jsonl").exists()
 
 
 def test_an_error_in_one_process_ends_both(start):
     port = free_port()
-    good, bad = (start("--tensor_parallel=4", *of_two(i, port, SECONDS), *more) for i, more in
-                 enumerate([(), ("--target=/does/not/exist",)]))
+    good, bad = (
+        start("--tensor_parallel=4", *of_two(i, port, SECONDS), *more)
+        for i, more in enumerate([(), ("--target=/does/not/exist",)])
+    )
     assert bad.popen.wait(SECONDS) == 2
     assert bad.err == "specjax: error: /does/not/exist does not exist\n"
     assert good.popen.wait(SECONDS) != 0
@@ -133,18 +178,31 @@ def test_an_error_in_one_process_ends_both(start):
 
 def test_processes_that_were_given_different_prompts(start):
     port = free_port()
-    processes = [start("--tensor_parallel=4", *of_two(i, port, SECONDS), f"--prompt={i}") for i in range(2)]
+    processes = [
+        start("--tensor_parallel=4", *of_two(i, port, SECONDS), f"--prompt={i}") for i in range(2)
+    ]
     for process in processes:
         assert process.popen.wait(SECONDS) == 2
-        assert "the processes of this run were not given the same prompts and options" in process.err
+        assert (
+            "the processes of this run were not given the same prompts and options" in process.err
+        )
 
 
-@pytest.mark.parametrize(("arguments", "parts"), [
-    (["--coordinator=host", "--num_processes=2", "--process_id=0"], ["--coordinator=host", "host:port"]),
-    (["--coordinator=localhost:1", "--process_id=0"], ["--num_processes", "belong together"]),
-    (["--coordinator=localhost:1", "--num_processes=2", "--process_id=2"], ["--process_id=2 must be in [0, 2)"]),
-    (["--distributed"], ["cannot join the other processes"]),
-])
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            ["--coordinator=host", "--num_processes=2", "--process_id=0"],
+            ["--coordinator=host", "host:port"],
+        ),
+        (["--coordinator=localhost:1", "--process_id=0"], ["--num_processes", "belong together"]),
+        (
+            ["--coordinator=localhost:1", "--num_processes=2", "--process_id=2"],
+            ["--process_id=2 must be in [0, 2)"],
+        ),
+        (["--distributed"], ["cannot join the other processes"]),
+    ],
+)
 def test_flags_that_do_not_make_a_run(start, arguments, parts):
     process = start(*arguments)
     assert (process.popen.wait(SECONDS), process.out) == (2, "")

@@ -20,8 +20,13 @@ def PROBABILITIES(logits_BTV, sampling):
     likeliest_BT, law = sampling_lib.draw(logits_BTV, sampling, None, None)
     temperature_B11 = sampling.temperature_B[:, None, None]
     weight_BTV = jnp.exp((logits_BTV - law.largest_BT[..., None]) * inverse(temperature_B11))
-    law_BTV = jnp.where(logits_BTV >= law.threshold_BT[..., None], weight_BTV, 0) / law.total_BT[..., None]
-    return jnp.where(temperature_B11 == 0, jax.nn.one_hot(likeliest_BT, logits_BTV.shape[-1]), law_BTV)
+    law_BTV = (
+        jnp.where(logits_BTV >= law.threshold_BT[..., None], weight_BTV, 0)
+        / law.total_BT[..., None]
+    )
+    return jnp.where(
+        temperature_B11 == 0, jax.nn.one_hot(likeliest_BT, logits_BTV.shape[-1]), law_BTV
+    )
 
 
 DRAW = jax.jit(sampling_lib.draw, static_argnums=3)
@@ -29,31 +34,56 @@ DRAW = jax.jit(sampling_lib.draw, static_argnums=3)
 
 def params(B, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0):
     def rows(value, dtype):
-        return None if value is None else jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
+        return (
+            None if value is None else jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
+        )
 
-    return SamplingParams(rows(seed, np.uint32), rows(temperature, np.float32), rows(top_k, np.int32),
-                          rows(top_p, np.float32), rows(min_p, np.float32))
+    return SamplingParams(
+        rows(seed, np.uint32),
+        rows(temperature, np.float32),
+        rows(top_k, np.int32),
+        rows(top_p, np.float32),
+        rows(min_p, np.float32),
+    )
 
 
 def test_temperature_comes_before_top_p():
     """After it, a nucleus of 0.8 of the law at temperature 1 would hold two tokens, not three."""
-    law_BTV = PROBABILITIES(jnp.array([[[3.0, 2.0, 1.0, 0.0]]]), params(1, temperature=2.0, top_p=0.8))
+    law_BTV = PROBABILITIES(
+        jnp.array([[[3.0, 2.0, 1.0, 0.0]]]), params(1, temperature=2.0, top_p=0.8)
+    )
     np.testing.assert_allclose(law_BTV[0, 0], [0.507, 0.307, 0.186, 0], atol=6e-4)
 
 
-FILTERS = [dict(), dict(top_k=1), dict(top_k=7), dict(top_k=300), dict(top_k=10**6), dict(top_p=0.01),
-           dict(top_p=0.5), dict(top_p=0.9999), dict(min_p=0.05), dict(min_p=1.0), dict(top_k=20, top_p=0.7),
-           dict(top_k=20, top_p=0.7, min_p=0.2), dict(top_p=0.9, min_p=0.01)]
+FILTERS = [
+    dict(),
+    dict(top_k=1),
+    dict(top_k=7),
+    dict(top_k=300),
+    dict(top_k=10**6),
+    dict(top_p=0.01),
+    dict(top_p=0.5),
+    dict(top_p=0.9999),
+    dict(min_p=0.05),
+    dict(min_p=1.0),
+    dict(top_k=20, top_p=0.7),
+    dict(top_k=20, top_p=0.7, min_p=0.2),
+    dict(top_p=0.9, min_p=0.01),
+]
 
 
 @pytest.mark.parametrize("V", [5, 256, 600])
 def test_every_row_gets_its_own_temperature_and_filters(V):
     """All combinations in one batch, on steep logits and on flat ones."""
     rows = [dict(temperature=t, **filters) for filters in FILTERS for t in (0.0, 0.5, 1.0, 3.0)]
-    logits_BTV = np.random.default_rng(V).standard_normal((len(rows), 2, V)).astype(np.float32) * [[[5.0], [0.2]]]
+    logits_BTV = np.random.default_rng(V).standard_normal((len(rows), 2, V)).astype(np.float32) * [
+        [[5.0], [0.2]]
+    ]
     logits_BTV = logits_BTV.astype(np.float32)
-    columns = {name: [row.get(name, default) for row in rows]
-               for name, default in dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items()}
+    columns = {
+        name: [row.get(name, default) for row in rows]
+        for name, default in dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items()
+    }
     law_BTV = np.asarray(PROBABILITIES(logits_BTV, params(len(rows), **columns)))
     np.testing.assert_allclose(law_BTV.sum(-1), 1, atol=1e-5)
     for b, row in enumerate(rows):
@@ -67,17 +97,26 @@ def test_filters_that_are_off_in_all_rows_change_nothing(filters):
     """They need not even be arrays."""
     logits_BTV = 3 * np.random.default_rng(5).standard_normal((2, 2, 300)).astype(np.float32)
     off = dict(top_k=0, top_p=1.0, min_p=0.0)
-    np.testing.assert_array_equal(PROBABILITIES(logits_BTV, params(2, **filters)),
-                                  PROBABILITIES(logits_BTV, params(2, **{**off, **filters})))
+    np.testing.assert_array_equal(
+        PROBABILITIES(logits_BTV, params(2, **filters)),
+        PROBABILITIES(logits_BTV, params(2, **{**off, **filters})),
+    )
 
 
 def test_filters_find_the_same_threshold_a_bit_or_four_at_a_time():
-    """A GPU takes the second way, which a CPU can run as well. Logits of every magnitude and both signs."""
+    """A GPU takes the second way, which a CPU can run as well. Logits of every magnitude and both
+    signs."""
     rng = np.random.default_rng(6)
-    logits_BTV = (rng.standard_normal((8, 2, 500)) * 10.0 ** rng.integers(-3, 2, (8, 2, 500))).astype(np.float32)
+    logits_BTV = (
+        rng.standard_normal((8, 2, 500)) * 10.0 ** rng.integers(-3, 2, (8, 2, 500))
+    ).astype(np.float32)
     logits_BTV[..., ::7] = -np.inf
-    sampling = params(8, temperature=20.0, top_k=[0, 1, 5, 50, 499, 7, 0, 3],
-                      top_p=[0.3, 1.0, 0.9, 0.5, 0.999, 0.1, 1.0, 0.7])
+    sampling = params(
+        8,
+        temperature=20.0,
+        top_k=[0, 1, 5, 50, 499, 7, 0, 3],
+        top_p=[0.3, 1.0, 0.9, 0.5, 0.999, 0.1, 1.0, 0.7],
+    )
     by_bits = jax.jit(sampling_lib.thresholds)(logits_BTV, sampling)
     with mock.patch.object(jax.lax, "platform_dependent", lambda *, cpu, default: default()):
         by_digits = jax.jit(lambda *args: sampling_lib.thresholds(*args))(logits_BTV, sampling)
@@ -106,7 +145,9 @@ def test_extreme_temperatures_give_a_law(temperature):
     expected = [1, 0, 0, 0] if temperature < 1 else [0.25] * 4
     np.testing.assert_allclose(law_BTV[0, 0], expected, atol=1e-4)
     drawn_BT, _ = DRAW(logits_BTV, sampling, jnp.zeros((400, 1), jnp.int32), Stream.TARGET)
-    assert (np.bincount(np.asarray(drawn_BT)[:, 0], minlength=4) > 60).tolist() == [p > 0 for p in expected]
+    assert (np.bincount(np.asarray(drawn_BT)[:, 0], minlength=4) > 60).tolist() == [
+        p > 0 for p in expected
+    ]
 
 
 def test_draws_follow_the_law_and_never_leave_it():
@@ -115,7 +156,9 @@ def test_draws_follow_the_law_and_never_leave_it():
     B = 100_000
     with np.errstate(divide="ignore"):
         logits_BTV = jnp.tile(np.log(law_V), (B, 1, 1))
-    tokens_B1, _ = DRAW(logits_BTV, params(B, seed=np.arange(B)), jnp.full((B, 1), 7), Stream.TARGET)
+    tokens_B1, _ = DRAW(
+        logits_BTV, params(B, seed=np.arange(B)), jnp.full((B, 1), 7), Stream.TARGET
+    )
     share_V = np.bincount(np.asarray(tokens_B1)[:, 0], minlength=6) / B
     assert (np.abs(share_V - law_V) <= 6 * np.sqrt(law_V * (1 - law_V) / B)).all()
     assert share_V[1] == share_V[4] == 0
@@ -125,13 +168,23 @@ def test_noise_depends_on_seed_position_and_stream_alone():
     """Not on the row, the neighbours, the column, or the number of columns."""
     V, rng = 64, np.random.default_rng(0)
     law_V = rng.dirichlet(np.ones(V)).astype(np.float32)
-    seed_B, position_BT = np.array([5, 5, 9, 2**32 - 1], np.uint32), np.array([[3, 4], [4, 3], [3, 3], [3, 4]])
+    seed_B, position_BT = (
+        np.array([5, 5, 9, 2**32 - 1], np.uint32),
+        np.array([[3, 4], [4, 3], [3, 3], [3, 4]]),
+    )
     laws = jnp.tile(np.log(law_V), (4, 2, 1))
     tokens_BT = np.asarray(DRAW(laws, params(4, seed=seed_B), position_BT, Stream.TARGET)[0])
-    assert tokens_BT[0].tolist() == tokens_BT[1, ::-1].tolist() and tokens_BT[2, 0] == tokens_BT[2, 1]
+    assert (
+        tokens_BT[0].tolist() == tokens_BT[1, ::-1].tolist() and tokens_BT[2, 0] == tokens_BT[2, 1]
+    )
     for b in range(4):
         for t in range(2):
-            alone, _ = DRAW(laws[:1, :1], params(1, seed=seed_B[b]), position_BT[b : b + 1, t : t + 1], Stream.TARGET)
+            alone, _ = DRAW(
+                laws[:1, :1],
+                params(1, seed=seed_B[b]),
+                position_BT[b : b + 1, t : t + 1],
+                Stream.TARGET,
+            )
             assert alone[0, 0] == tokens_BT[b, t]
     mixed = params(4, seed=seed_B, temperature=[1.0, 0.0, 1.0, 1.0])
     drawn = np.asarray(DRAW(laws, mixed, position_BT, Stream.TARGET)[0])
@@ -139,9 +192,12 @@ def test_noise_depends_on_seed_position_and_stream_alone():
 
 
 def test_seeds_positions_and_streams_have_independent_noise():
-    """Of uniforms for 3 streams x 300 positions x 40 seeds no two are equal but by chance, and none correlate."""
+    """Of uniforms for 3 streams x 300 positions x 40 seeds no two are equal but by chance, and none
+    correlate."""
     seed_B, position_BT = np.arange(40) * 7919, np.tile(np.arange(300), (40, 1))
-    u = np.stack([sampling_lib.uniform(params(40, seed=seed_B), position_BT, stream) for stream in Stream])
+    u = np.stack(
+        [sampling_lib.uniform(params(40, seed=seed_B), position_BT, stream) for stream in Stream]
+    )
     assert u.min() >= 0 and u.max() < 1
     assert len(np.unique(u)) > u.size * 0.99  # 24 bits: a birthday in a few hundred
     flat = u.reshape(3, -1)
@@ -152,5 +208,10 @@ def test_seeds_positions_and_streams_have_independent_noise():
 
 def test_params_are_a_pytree_of_rows():
     assert [field.name for field in dataclasses.fields(SamplingParams)] == [
-        "seed_B", "temperature_B", "top_k_B", "top_p_B", "min_p_B"]
+        "seed_B",
+        "temperature_B",
+        "top_k_B",
+        "top_p_B",
+        "min_p_B",
+    ]
     assert len(jax.tree.leaves(params(3, top_p=0.5))) == 3

@@ -1,6 +1,7 @@
-"""Checkpoints loaded straight into shards: the same bits in the right places, and nothing read that is not needed.
+"""Checkpoints loaded straight into shards: the same bits in the right places, and nothing read that
+is not needed.
 
-    python tests/test_sharded_loading.py     # memory, with a checkpoint of 2 GB
+python tests/test_sharded_loading.py     # memory, with a checkpoint of 2 GB
 """
 
 import contextlib
@@ -25,12 +26,25 @@ from specjax import checkpoint, llama, sharding
 from specjax.checkpoints_convert import hf, orbax, table
 from specjax.errors import SpecJAXError
 
-CONFIG = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4, "attention_bias": True, "mlp_bias": True}
+CONFIG = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
 DEGREES = [(1, 8, 1), (1, 4, 2), (2, 4, 2)]  # data, target, draft
 
 
-@pytest.fixture(scope="module", params=[("hf", False, "bfloat16"), ("hf", True, "float32"),
-                                        ("ours", False, "float32"), ("ours", True, "bfloat16")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("hf", False, "bfloat16"),
+        ("hf", True, "float32"),
+        ("ours", False, "float32"),
+        ("ours", True, "bfloat16"),
+    ],
+)
 def case(request, tmp_path_factory):
     """A folder of a model with biases, tied or not; a dtype; and the model loaded as that."""
     (name, tied, dtype), path = request.param, tmp_path_factory.mktemp("models")
@@ -42,8 +56,11 @@ def case(request, tmp_path_factory):
 
 
 def assert_same_bits(actual, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True),
-                 actual, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True),
+        actual,
+        expected,
+    )
 
 
 @pytest.mark.parametrize("role", sharding.RULES)
@@ -56,10 +73,16 @@ def test_shards_are_those_of_the_whole(case, data, target, draft, role):
     assert_same_bits(model.params, whole.params)
     specs = sharding.specs(llama.abstract_params(model.config), role)
     assert jax.tree.map(lambda array: array.sharding, model.params) == jax.tree.map(
-        lambda spec: jax.NamedSharding(mesh, spec), specs)
+        lambda spec: jax.NamedSharding(mesh, spec), specs
+    )
     split = target if role == "target" else draft
     assert model.params["embed_VD"].addressable_data(0).shape == (288 // split, 32)
-    assert model.params["layers"][1]["attention"]["out_DKGH"].addressable_data(0).shape == (32, 8 // split, 2, 4)
+    assert model.params["layers"][1]["attention"]["out_DKGH"].addressable_data(0).shape == (
+        32,
+        8 // split,
+        2,
+        4,
+    )
 
 
 def test_without_a_mesh_everything_is_on_the_default_device(case):
@@ -75,7 +98,12 @@ def test_each_slice_is_read_once(tmp_path, monkeypatch):
 
     class Slice:
         def __init__(self, name, part):
-            self.name, self.part, self.get_dtype, self.get_shape = name, part, part.get_dtype, part.get_shape
+            self.name, self.part, self.get_dtype, self.get_shape = (
+                name,
+                part,
+                part.get_dtype,
+                part.get_shape,
+            )
 
         def __getitem__(self, index):
             result = self.part[index]
@@ -85,13 +113,19 @@ def test_each_slice_is_read_once(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def watched(*args, **kwargs):
         with safe_open(*args, **kwargs) as file:
-            yield types.SimpleNamespace(keys=file.keys, get_slice=lambda name: Slice(name, file.get_slice(name)))
+            yield types.SimpleNamespace(
+                keys=file.keys, get_slice=lambda name: Slice(name, file.get_slice(name))
+            )
 
     monkeypatch.setattr(safetensors, "safe_open", watched)
     checkpoint.load(tmp_path / "hf", mesh=sharding.make_mesh(4, 2, 2), role="target")
     whole = {name: int(np.prod(shape)) for name, shape in make_folders.shapes(CONFIG).items()}
-    assert sizes == {name: [size] if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
-                     else [size // 4] * 4 for name, size in whole.items()}
+    assert sizes == {
+        name: [size]
+        if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
+        else [size // 4] * 4
+        for name, size in whole.items()
+    }
 
 
 def test_converted_arrays_are_cut_along_the_axes_that_are_split(tmp_path, monkeypatch):
@@ -100,7 +134,9 @@ def test_converted_arrays_are_cut_along_the_axes_that_are_split(tmp_path, monkey
     handler = ocp.PyTreeCheckpointHandler()
     found = {}
     for item in ("embed_VD", "layers/000"):
-        for path, array in jax.tree.leaves_with_path(handler.metadata(tmp_path / "ours" / "params" / item).tree):
+        for path, array in jax.tree.leaves_with_path(
+            handler.metadata(tmp_path / "ours" / "params" / item).tree
+        ):
             found[path[-1].key] = array.storage.chunk_shape
     assert found["qkv_KGHD"] == (1, 4, 4, 32)
     assert found["out_DKGH"] == (32, 1, 2, 4)
@@ -108,10 +144,14 @@ def test_converted_arrays_are_cut_along_the_axes_that_are_split(tmp_path, monkey
     assert found["gate_up_2FD"][1] <= 32
     assert found["down_DF"][1] <= 32
     assert found["norm_D"] == (32,)
-    assert_same_bits(checkpoint.load(tmp_path / "ours").params, checkpoint.load(tmp_path / "hf").params)
+    assert_same_bits(
+        checkpoint.load(tmp_path / "ours").params, checkpoint.load(tmp_path / "hf").params
+    )
 
 
-@pytest.mark.parametrize(("size", "chunks"), [(128256, 64), (128257, 1), (2 * 64151, 2), (32001, 3), (14336, 64)])
+@pytest.mark.parametrize(
+    ("size", "chunks"), [(128256, 64), (128257, 1), (2 * 64151, 2), (32001, 3), (14336, 64)]
+)
 def test_there_are_not_too_many_chunks(size, chunks):
     array = np.empty((size, 4096), np.float16)
     assert orbax._save_args(("embed_VD",), array).chunk_byte_size == array.nbytes // chunks
@@ -126,9 +166,14 @@ def test_a_checkpoint_that_is_cut_otherwise_still_loads(tmp_path, monkeypatch):
 
 
 def test_what_is_no_slice_of_a_tensor_is_not_read():
-    parameter = table.Parameter(("x_ABC",), 1, (table.Part("x", (6, 5), (2, 3, 5)), table.Part("y", (4, 5), (2, 2, 5))))
+    parameter = table.Parameter(
+        ("x_ABC",), 1, (table.Part("x", (6, 5), (2, 3, 5)), table.Part("y", (4, 5), (2, 2, 5)))
+    )
     whole = slice(None)
-    assert parameter.parts[0].cut((slice(1, 2), whole, slice(1, 3))) == ((slice(3, 6), slice(1, 3)), [1, 3, 2])
+    assert parameter.parts[0].cut((slice(1, 2), whole, slice(1, 3))) == (
+        (slice(3, 6), slice(1, 3)),
+        [1, 3, 2],
+    )
     with pytest.raises(ValueError, match="not in list"):
         parameter.parts[0].cut((whole, slice(0, 1), whole))
     with pytest.raises(AssertionError, match="Part"):
@@ -141,8 +186,13 @@ def test_what_is_no_slice_of_a_tensor_is_not_read():
 def test_overflow_in_float16_names_the_tensor(tmp_path, dtype):
     arrays = make_folders.tensors(CONFIG)
     arrays["model.layers.1.mlp.down_proj.weight"][3, 60] = 1e5
-    checkpoint.convert(make_folders.write_folder(tmp_path / "hf", CONFIG, arrays), tmp_path / "ours")
-    for folder, words in (("hf", r"layers\.1\.mlp\.down_proj\.weight"), ("ours", r"layers/001: .* mlp\.down_DF")):
+    checkpoint.convert(
+        make_folders.write_folder(tmp_path / "hf", CONFIG, arrays), tmp_path / "ours"
+    )
+    for folder, words in (
+        ("hf", r"layers\.1\.mlp\.down_proj\.weight"),
+        ("ours", r"layers/001: .* mlp\.down_DF"),
+    ):
         if dtype == "float16":
             with pytest.raises(SpecJAXError, match=words + " does not fit into float16"):
                 checkpoint.load(tmp_path / folder, dtype=dtype, mesh=sharding.make_mesh(8))
@@ -159,24 +209,35 @@ def forbid_reading(monkeypatch):
 
 
 def test_models_that_cannot_be_split_are_refused_before_anything_is_read(tmp_path, monkeypatch):
-    checkpoint.convert(make_folders.write_folder(tmp_path / "hf"), tmp_path / "ours")  # two kv heads
+    checkpoint.convert(
+        make_folders.write_folder(tmp_path / "hf"), tmp_path / "ours"
+    )  # two kv heads
     forbid_reading(monkeypatch)
     mesh = sharding.make_mesh(8, 4)
     for folder in ("hf", "ours"):
-        for role, words in (("target", "target cannot be split over 8 devices.* 2 kv heads.*: 1, 2"),
-                            ("draft", "draft cannot be split over 4 devices.* 2 kv heads.*: 1, 2"),
-                            ("other", "role 'other'.* target, draft")):
+        for role, words in (
+            ("target", "target cannot be split over 8 devices.* 2 kv heads.*: 1, 2"),
+            ("draft", "draft cannot be split over 4 devices.* 2 kv heads.*: 1, 2"),
+            ("other", "role 'other'.* target, draft"),
+        ):
             with pytest.raises(SpecJAXError, match=words):
                 checkpoint.load(tmp_path / folder, mesh=mesh, role=role)
 
 
-def test_headers_that_disagree_with_the_configuration_are_refused_before_anything_is_read(tmp_path, monkeypatch):
+def test_headers_that_disagree_with_the_configuration_are_refused_before_anything_is_read(
+    tmp_path, monkeypatch
+):
     checkpoint.convert(make_folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
     forbid_reading(monkeypatch)
     for folder, change, words in (
-            ("hf", {"intermediate_size": 128}, [r"down_proj.weight", r"\[32, 64\]", r"\[32, 128\]"]),
-            ("ours", {"model": {"intermediate_size": 128}}, ["gate_up", r"\[2, 64.*\]", r"\[2, 128.*\]"]),
-            ("ours", {"dtype": "bfloat16"}, ["embed_VD", "float32", "bfloat16"])):
+        ("hf", {"intermediate_size": 128}, [r"down_proj.weight", r"\[32, 64\]", r"\[32, 128\]"]),
+        (
+            "ours",
+            {"model": {"intermediate_size": 128}},
+            ["gate_up", r"\[2, 64.*\]", r"\[2, 128.*\]"],
+        ),
+        ("ours", {"dtype": "bfloat16"}, ["embed_VD", "float32", "bfloat16"]),
+    ):
         path = tmp_path / folder / "config.json"
         text = path.read_text()
         fields = json.loads(text)
@@ -190,7 +251,8 @@ def test_headers_that_disagree_with_the_configuration_are_refused_before_anythin
         path.write_text(text)
 
 
-# What one process reads and how much memory that takes it. The last process loads before any other does.
+# What one process reads and how much memory that takes it. The last process loads before any other
+# does.
 LOAD = """
 import ctypes, json, pathlib, re, sys, time
 import jax, numpy as np, tensorstore
@@ -247,11 +309,21 @@ print(json.dumps(results))
 
 def write_large(path, D, num_layers):
     """A checkpoint in both formats: one random layer, many times. Returns its bytes."""
-    config = {"hidden_size": D, "intermediate_size": 4 * D, "num_hidden_layers": num_layers, "vocab_size": 8 * D,
-              "num_attention_heads": D // 64, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
+    config = {
+        "hidden_size": D,
+        "intermediate_size": 4 * D,
+        "num_hidden_layers": num_layers,
+        "vocab_size": 8 * D,
+        "num_attention_heads": D // 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    }
     rng = np.random.default_rng(0)
-    arrays = {name: rng.integers(0, 2**15, shape, np.uint16).view(table.DTYPES["bfloat16"])
-              for name, shape in make_folders.shapes(config | {"num_hidden_layers": 1}).items()}
+    arrays = {
+        name: rng.integers(0, 2**15, shape, np.uint16).view(table.DTYPES["bfloat16"])
+        for name, shape in make_folders.shapes(config | {"num_hidden_layers": 1}).items()
+    }
     for name in [name for name in arrays if name.startswith("model.layers.0.")]:
         arrays |= {name.replace(".0.", f".{i}.", 1): arrays[name] for i in range(1, num_layers)}
     make_folders.write_folder(path / "hf", config, arrays, shards=num_layers, tokenizer=False)
@@ -268,8 +340,14 @@ def measure(large, processes, dtype="bfloat16"):
         port = free.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={4 // processes}"
     command = [sys.executable, "-c", LOAD, small, *large, str(port)]
-    running = [subprocess.Popen([*command, str(i), str(processes), dtype], stdout=subprocess.PIPE,
-                                env=os.environ | {"XLA_FLAGS": flags}) for i in range(processes)]
+    running = [
+        subprocess.Popen(
+            [*command, str(i), str(processes), dtype],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"XLA_FLAGS": flags},
+        )
+        for i in range(processes)
+    ]
     try:
         return [json.loads(process.communicate(timeout=120)[0]) for process in running]
     finally:
@@ -289,7 +367,9 @@ def test_a_process_reads_and_holds_little_more_than_its_shards(large, processes)
     """Without waiting for the other one: the second loads first."""
     path, size = large
     for results in measure([path / "hf", path / "ours"], processes):
-        for result, surplus in zip(results, (1, 1.3), strict=True):  # of chunks two devices have parts
+        for result, surplus in zip(
+            results, (1, 1.3), strict=True
+        ):  # of chunks two devices have parts
             assert size / processes <= result["arrays"] < 1.01 * size / processes
             assert result["read"] <= surplus * result["arrays"]
             assert result["peak"] < 1.25 * result["arrays"]
@@ -299,7 +379,13 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
         print(f"{write_large(path, 2048, 16) / 1e6:.0f} MB in bfloat16")
-        for processes, dtype, kind in itertools.product((1, 2), ("bfloat16", "float32"), ("hf", "ours")):
+        for processes, dtype, kind in itertools.product(
+            (1, 2), ("bfloat16", "float32"), ("hf", "ours")
+        ):
             for process, (result,) in enumerate(measure([path / kind], processes, dtype)):
-                print(f"process {process + 1} of {processes}, {kind} as {dtype}: {result['seconds']:.1f} s,",
-                      ", ".join(f"{name} {result[name] / 1e6:.0f} MB" for name in ("read", "arrays", "peak")))
+                print(
+                    f"process {process + 1} of {processes}, {kind} as {dtype}: {result['seconds']:.1f} s,",
+                    ", ".join(
+                        f"{name} {result[name] / 1e6:.0f} MB" for name in ("read", "arrays", "peak")
+                    ),
+                )

@@ -1,4 +1,5 @@
-"""A real model, SmolLM2-135M-Instruct: its tokenizer, and its text against Hugging Face transformers.
+"""A real model, SmolLM2-135M-Instruct: its tokenizer, and its text against Hugging Face
+transformers.
 
 The goldens and how they were made: tests/golden/make_smollm2_goldens.py.
 """
@@ -15,35 +16,53 @@ import specjax
 from specjax import checkpoint, heads
 
 PATH = os.environ.get("SPECJAX_TEST_MODEL")
-pytestmark = pytest.mark.skipif(not PATH, reason="SPECJAX_TEST_MODEL names no converted SmolLM2 (make test sets it)")
+pytestmark = pytest.mark.skipif(
+    not PATH, reason="SPECJAX_TEST_MODEL names no converted SmolLM2 (make test sets it)"
+)
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GREEDY = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
 NUM_TOKENS, NUM_SAMPLED = 48, 16
-RUNS = {"none, rejection": NUM_TOKENS, "ngram, rejection": NUM_TOKENS, "eagle, rejection": NUM_TOKENS,
-        "ngram,eagle, rejection": NUM_TOKENS, "ngram, coupled": NUM_SAMPLED}
+RUNS = {
+    "none, rejection": NUM_TOKENS,
+    "ngram, rejection": NUM_TOKENS,
+    "eagle, rejection": NUM_TOKENS,
+    "ngram,eagle, rejection": NUM_TOKENS,
+    "ngram, coupled": NUM_SAMPLED,
+}
 
 
 def generate() -> dict:
-    """Completions of the five golden prompts, greedy, and of the first one once more, sampled, in one batch: compiling
-    thirty layers takes longer than running them."""
+    """Completions of the five golden prompts, greedy, and of the first one once more, sampled, in
+    one batch: compiling thirty layers takes longer than running them."""
     model = specjax.load(PATH)
     prompts = [row["prompt_ids"] for row in GREEDY] + [GREEDY[0]["prompt_ids"]]
     head, results = specjax.load_head(None, model), {}
     for run, budget in RUNS.items():
         drafter, verify = run.split(", ")
         completions = specjax.generate(
-            model, drafter, prompts, draft=head if "eagle" in drafter else None, verify=verify,
+            model,
+            drafter,
+            prompts,
+            draft=head if "eagle" in drafter else None,
+            verify=verify,
             num_speculative_tokens=None if drafter == "none" else 7,
-            max_new_tokens=[budget] * 5 + [NUM_SAMPLED], eos_ids=(), temperature=[0.0] * 5 + [1.0], seed=11).completions
+            max_new_tokens=[budget] * 5 + [NUM_SAMPLED],
+            eos_ids=(),
+            temperature=[0.0] * 5 + [1.0],
+            seed=11,
+        ).completions
         results[run] = [{"tokens": c.tokens, "accepted": c.accepted} for c in completions]
     return results
 
 
 @pytest.fixture(scope="module")
 def runs():
-    """`generate` in a process of its own, as users have it: this one compiles quickly at the price of slow programs."""
+    """`generate` in a process of its own, as users have it: this one compiles quickly at the price
+    of slow programs."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -74,7 +93,10 @@ def test_the_head_that_comes_with_the_package_is_small_and_often_right(opened, r
     folder = heads.shipped(opened.config)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 16e6
     completions = runs["eagle, rejection"][:5]
-    assert sum(len(c["tokens"]) for c in completions) / sum(len(c["accepted"]) for c in completions) > 1.75  # a round
+    assert (
+        sum(len(c["tokens"]) for c in completions) / sum(len(c["accepted"]) for c in completions)
+        > 1.75
+    )  # a round
 
 
 def test_the_models_end_of_sequence_token_ends_its_text(opened, runs):
@@ -88,7 +110,9 @@ def test_the_models_end_of_sequence_token_ends_its_text(opened, runs):
 def test_coupled_text_is_that_of_plain_sampling(runs):
     plain, coupled = runs["none, rejection"][5], runs["ngram, coupled"][5]
     assert len(plain["tokens"]) == NUM_SAMPLED
-    assert coupled["tokens"] == plain["tokens"] != runs["none, rejection"][0]["tokens"][:NUM_SAMPLED]
+    assert (
+        coupled["tokens"] == plain["tokens"] != runs["none, rejection"][0]["tokens"][:NUM_SAMPLED]
+    )
 
 
 if __name__ == "__main__":

@@ -26,13 +26,38 @@ def tokenizer(folder):
 
 def sentencepiece():
     """Byte fallback, a space put before the text, and one taken away when decoding."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
-    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [("▁", "a"), ("a", "b")],
-                                              unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+    ]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [("▁", "a"), ("a", "b")],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
     backend.add_special_tokens(tokens[:3])
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                         decoders.Strip(" ", 1, 0)])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
@@ -78,14 +103,17 @@ def test_chat_template(tokenizer):
         sentencepiece().apply_chat_template(messages)
 
 
-@pytest.mark.parametrize(("template", "text"), [
-    ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<é>"}'),
-    ("{% generation %}a{% endgeneration %}b", "ab"),
-    ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
-    ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
-    ("{{ strftime_now('%Y') | length }}", "4"),
-    ("{{ eos_token }}{{ pad_token is defined }}", "</s>False"),
-])
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<é>"}'),
+        ("{% generation %}a{% endgeneration %}b", "ab"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ eos_token }}{{ pad_token is defined }}", "</s>False"),
+    ],
+)
 def test_template_language(folder, template, text):
     """What transformers' templates may use, with the white space it gives."""
     (folder / "chat_template.jinja").write_text(template)
@@ -93,8 +121,10 @@ def test_template_language(folder, template, text):
     assert tokenizer.render_chat([{"role": "user", "content": "<é>"}]) == text
 
 
-@pytest.mark.parametrize("template", [
-    "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 + 'a' }}"])
+@pytest.mark.parametrize(
+    "template",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 + 'a' }}"],
+)
 def test_templates_are_sandboxed_and_their_errors_named(folder, template):
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = tokenizer_lib.from_folder(folder)
@@ -103,14 +133,23 @@ def test_templates_are_sandboxed_and_their_errors_named(folder, template):
 
 
 def test_named_templates(tmp_path):
-    make_folders.write_tokenizer(tmp_path, chat_template=[
-        {"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
+    make_folders.write_tokenizer(
+        tmp_path,
+        chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+    )
     assert tokenizer_lib.from_folder(tmp_path).render_chat([]) == "d"
 
 
-@pytest.mark.parametrize("config", [
-    {"eos_token": {"x": 1}}, {"eos_token": 5}, {"chat_template": [{"x": 1}]}, {"chat_template": ["x"]},
-    {"chat_template": {"x": 1}}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": {"x": 1}},
+        {"eos_token": 5},
+        {"chat_template": [{"x": 1}]},
+        {"chat_template": ["x"]},
+        {"chat_template": {"x": 1}},
+    ],
+)
 def test_malformed_tokenizer_config(tmp_path, config):
     make_folders.write_tokenizer(tmp_path, **config)
     with pytest.raises(SpecJAXError, match=r"tokenizer_config\.json"):
@@ -120,7 +159,9 @@ def test_malformed_tokenizer_config(tmp_path, config):
 def test_folders_without_tokenizer_json(tmp_path):
     assert tokenizer_lib.from_folder(tmp_path) is None
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(SpecJAXError, match=r"only a SentencePiece tokenizer\.model; a tokenizer\.json is needed"):
+    with pytest.raises(
+        SpecJAXError, match=r"only a SentencePiece tokenizer\.model; a tokenizer\.json is needed"
+    ):
         tokenizer_lib.from_folder(tmp_path)
 
 
@@ -131,8 +172,17 @@ def test_broken_tokenizer_json(tmp_path, content):
         tokenizer_lib.from_folder(tmp_path)
 
 
-TEXTS = ["", " ", "hello world", "  a  b ", "héé 🎉👨‍👩‍👧 日本", "\ufffd literal", "a\n\n b", "ab ab</s> a<s> b",
-         "</s></s>a"]
+TEXTS = [
+    "",
+    " ",
+    "hello world",
+    "  a  b ",
+    "héé 🎉👨‍👩‍👧 日本",
+    "\ufffd literal",
+    "a\n\n b",
+    "ab ab</s> a<s> b",
+    "</s></s>a",
+]
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
@@ -143,10 +193,14 @@ def test_stream_equals_decode(tokenizer, kind, skip, size):
     rng = random.Random(0)
     cases = [tokenizer.encode(text) for text in TEXTS]
     # Ids at random: mostly broken UTF-8.
-    cases += [[rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))] for _ in range(200)]
+    cases += [
+        [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))] for _ in range(200)
+    ]
     for ids in cases:
         stream = tokenizer.stream(skip_special_tokens=skip)
-        pieces = [stream.push(ids[i:i + size]) for i in range(0, len(ids), size)] + [stream.flush()]
+        pieces = [stream.push(ids[i : i + size]) for i in range(0, len(ids), size)] + [
+            stream.flush()
+        ]
         assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 

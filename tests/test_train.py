@@ -1,4 +1,5 @@
-"""Training: what is minimised, that it falls, that a run which is killed ends like one which is not, and its data."""
+"""Training: what is minimised, that it falls, that a run which is killed ends like one which is
+not, and its data."""
 
 import dataclasses
 import functools
@@ -25,7 +26,15 @@ MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
 S = 24
 HEAD = init_head.config(TARGET.config, (0, 1))
 OBJECTIVE = Objective(TARGET.config, HEAD, num_steps=2)
-CFG = TrainConfig(steps=12, batch_size=4, learning_rate=0.02, warmup=2, unroll_from=0.5, eval_every=4, save_every=3)
+CFG = TrainConfig(
+    steps=12,
+    batch_size=4,
+    learning_rate=0.02,
+    warmup=2,
+    unroll_from=0.5,
+    eval_every=4,
+    save_every=3,
+)
 
 
 def initial():
@@ -40,16 +49,36 @@ def rows(seed=0, count=12) -> Dataset:
     length_R = rng.integers(S - 6, S + 1, count).astype(np.int32)
     tokens_RS = np.where(np.arange(S) < length_R[:, None], tokens_RS, 0)
     temperature_R = np.resize(np.array([0, 1], np.float32), count)
-    return Dataset((Rows(tokens_RS, length_R, np.full(count, 4, np.int32), temperature_R,
-                         ["a", "a", "b", "b"] * (count // 4), {}),))
+    return Dataset(
+        (
+            Rows(
+                tokens_RS,
+                length_R,
+                np.full(count, 4, np.int32),
+                temperature_R,
+                ["a", "a", "b", "b"] * (count // 4),
+                {},
+            ),
+        )
+    )
 
 
 def run(folder, cfg=CFG, objective=OBJECTIVE, evaluation=None, params=None, **options):
-    return trainer.train(objective, cfg, folder, initial() if params is None else params, TARGET.params, None, rows(),
-                         evaluation, {"target": "tiny"}, **options)
+    return trainer.train(
+        objective,
+        cfg,
+        folder,
+        initial() if params is None else params,
+        TARGET.params,
+        None,
+        rows(),
+        evaluation,
+        {"target": "tiny"},
+        **options,
+    )
 
 
-# --- What is minimised -----------------------------------------------------------------------------------------------
+# --- What is minimised ----------------------------------------------------------------------------
 
 
 def test_distances_are_those_of_their_definitions():
@@ -65,7 +94,9 @@ def test_the_loss_compares_the_laws_after_each_token(is_head):
     objective = OBJECTIVE if is_head else Objective(TARGET.config, draft.config, num_steps=1)
     params = initial() if is_head else draft.params
     batch = rows().batch([0, 5], objective.taps, prompt_weight=0.25)
-    total, (distances, accepted) = objective.loss(params, TARGET.params, None, batch, objective.num_steps)
+    total, (distances, accepted) = objective.loss(
+        params, TARGET.params, None, batch, objective.num_steps
+    )
     law = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS))
     if is_head:
         taps = full_taps(TARGET, batch.tokens_BS, HEAD.taps)
@@ -80,7 +111,9 @@ def test_the_loss_compares_the_laws_after_each_token(is_head):
         p, weight = law[:, first : first + N], batch.weight_BS[:, first + 1 : first + 1 + N]
         assert {0.0, 0.25, 1.0} >= set(np.unique(weight))
         expected.append((np.sum(p * np.log(p / q), axis=-1) * weight).sum() / weight.sum())
-        np.testing.assert_allclose(accepted[i], (np.minimum(p, q).sum(-1) * weight).sum() / weight.sum(), rtol=1e-4)
+        np.testing.assert_allclose(
+            accepted[i], (np.minimum(p, q).sum(-1) * weight).sum() / weight.sum(), rtol=1e-4
+        )
     np.testing.assert_allclose(distances, expected, rtol=1e-4)
     np.testing.assert_allclose(total, sum(0.9**i * x for i, x in enumerate(expected)), rtol=1e-4)
 
@@ -90,14 +123,16 @@ def test_with_a_reduced_vocabulary_the_target_is_renormalised_to_it():
     batch = rows().batch([0], OBJECTIVE.taps, 1.0)
     _, (distances, _) = OBJECTIVE.loss(initial(), TARGET.params, ids_U, batch, 1)
     taps = full_taps(TARGET, batch.tokens_BS, HEAD.taps)
-    (h_BND, w_UD), = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, taps, 1)
+    ((h_BND, w_UD),) = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, taps, 1)
     p = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS)[:, 1:-1][..., ids_U])
     q = jax.nn.softmax(h_BND @ w_UD.T)
     weight = batch.weight_BS[:, 2:]
-    np.testing.assert_allclose(distances[0], ((p * np.log(p / q)).sum(-1) * weight).sum() / weight.sum(), rtol=1e-4)
+    np.testing.assert_allclose(
+        distances[0], ((p * np.log(p / q)).sum(-1) * weight).sum() / weight.sum(), rtol=1e-4
+    )
 
 
-# --- The run ---------------------------------------------------------------------------------------------------------
+# --- The run --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distance", ["kl", "tv"])
@@ -109,7 +144,8 @@ def test_the_loss_falls(tmp_path, distance):
 
 
 def test_a_run_that_is_killed_and_resumed_ends_like_one_that_is_not(tmp_path):
-    """Bit for bit, wherever it dies: with the parameters, the optimizer, the order of the rows and the history."""
+    """Bit for bit, wherever it dies: with the parameters, the optimizer, the order of the rows and
+    the history."""
     held_out = evaluate.Evaluation(OBJECTIVE, TARGET.params, rows(1, 4), num_positions=2)
     whole = run(tmp_path / "whole", evaluation=held_out)
 
@@ -117,6 +153,7 @@ def test_a_run_that_is_killed_and_resumed_ends_like_one_that_is_not(tmp_path):
         pass
 
     for dies_at in (2, 5, 8, 11):
+
         def die(record, dies_at=dies_at):
             if record["step"] == dies_at:
                 raise Killed
@@ -128,7 +165,9 @@ def test_a_run_that_is_killed_and_resumed_ends_like_one_that_is_not(tmp_path):
     assert resumed.step == whole.step and resumed.scores == whole.scores
 
     def without_time(history):
-        return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+        return [
+            {key: value for key, value in record.items() if key != "seconds"} for record in history
+        ]
 
     assert without_time(resumed.history) == without_time(whole.history)
 
@@ -136,11 +175,18 @@ def test_a_run_that_is_killed_and_resumed_ends_like_one_that_is_not(tmp_path):
 def test_the_time_limit_leaves_a_run_that_goes_on(tmp_path):
     stopped = run(tmp_path / "run", max_seconds=0.0)
     assert stopped.history[-1]["step"] == 1
-    jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "run").params, run(tmp_path / "whole").params)
+    jax.tree.map(
+        np.testing.assert_array_equal, run(tmp_path / "run").params, run(tmp_path / "whole").params
+    )
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (dict(learning_rate=0.5), "learning_rate=0.02, and here it is 0.5"), (dict(steps=13), "steps=12")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(learning_rate=0.5), "learning_rate=0.02, and here it is 0.5"),
+        (dict(steps=13), "steps=12"),
+    ],
+)
 def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, message):
     run(tmp_path / "run", max_seconds=0.0)
     with pytest.raises(SpecJAXError, match=message):
@@ -155,14 +201,20 @@ def test_held_out_rows_without_places_or_with_a_domain_called_all_are_refused_un
     monkeypatch.setattr(evaluate, "_ask", None)  # the target
     evaluate.Evaluation(OBJECTIVE, TARGET.params, rows())
     (shard,) = rows().shards
-    for change, message in ((dict(temperature_R=np.full(12, 0.7, np.float32)), "no held-out row has a token to guess"),
-                            (dict(domains=["a", "all"] * 6), "a domain called 'all'")):
+    for change, message in (
+        (dict(temperature_R=np.full(12, 0.7, np.float32)), "no held-out row has a token to guess"),
+        (dict(domains=["a", "all"] * 6), "a domain called 'all'"),
+    ):
         with pytest.raises(SpecJAXError, match=message):
-            evaluate.Evaluation(OBJECTIVE, TARGET.params, Dataset((dataclasses.replace(shard, **change),)))
+            evaluate.Evaluation(
+                OBJECTIVE, TARGET.params, Dataset((dataclasses.replace(shard, **change),))
+            )
 
 
 def test_training_ends_early_when_nothing_gets_better(tmp_path):
-    cfg = dataclasses.replace(CFG, steps=40, learning_rate=1e-9, patience=2, eval_every=2, save_every=100)
+    cfg = dataclasses.replace(
+        CFG, steps=40, learning_rate=1e-9, patience=2, eval_every=2, save_every=100
+    )
     held_out = evaluate.Evaluation(OBJECTIVE, TARGET.params, rows(1, 4), num_positions=2)
     result = run(tmp_path / "run", cfg, evaluation=held_out)
     assert result.history[-1]["step"] < 40
@@ -171,65 +223,101 @@ def test_training_ends_early_when_nothing_gets_better(tmp_path):
 
 
 def test_gradients_add_up_over_parts_of_a_batch():
-    """Parts weigh what they have, so that reading a batch in parts changes nothing: seen in AdamW's first moment."""
+    """Parts weigh what they have, so that reading a batch in parts changes nothing: seen in AdamW's
+    first moment."""
     moments = []
     for accumulate in (1, 2, 4):
         cfg = dataclasses.replace(CFG, accumulate=accumulate)
         opt_state = trainer.optimizer(cfg).init(initial())
         batch = rows().batch([0, 3, 5, 6], OBJECTIVE.taps, 0.4)
         parts = jax.tree.map(lambda x, n=accumulate: x.reshape(n, -1, *x.shape[1:]), batch)
-        _, opt_state, figures = trainer.update(OBJECTIVE, cfg, 2, initial(), opt_state, TARGET.params, None, parts)
+        _, opt_state, figures = trainer.update(
+            OBJECTIVE, cfg, 2, initial(), opt_state, TARGET.params, None, parts
+        )
         moments.append((optax.tree_utils.tree_get(opt_state, "mu"), figures))
     for other in moments[1:]:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), other, moments[0])
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), other, moments[0]
+        )
 
 
 @pytest.mark.parametrize("is_head", [True, False])
 def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
     cfg = dataclasses.replace(CFG, steps=3, save_every=3)
     objective = OBJECTIVE if is_head else Objective(TARGET.config, TARGET.config, num_steps=1)
-    start = functools.partial(jax.tree.map, jnp.copy, initial() if is_head else similar(6, num_layers=2).params)
+    start = functools.partial(
+        jax.tree.map, jnp.copy, initial() if is_head else similar(6, num_layers=2).params
+    )
     one = run(tmp_path / "one", cfg, objective, params=start())  # training takes them over
     mesh = sharding.make_mesh(2, 2, 2)
     objective = dataclasses.replace(objective, mesh=mesh)
-    params, target_params = sharding.place(start(), mesh, "draft"), sharding.place(TARGET.params, mesh, "target")
-    several = trainer.train(objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {})
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), one.params, several.params)
-    np.testing.assert_allclose([r["loss"] for r in one.history], [r["loss"] for r in several.history], rtol=1e-4)
+    params, target_params = (
+        sharding.place(start(), mesh, "draft"),
+        sharding.place(TARGET.params, mesh, "target"),
+    )
+    several = trainer.train(
+        objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {}
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), one.params, several.params
+    )
+    np.testing.assert_allclose(
+        [r["loss"] for r in one.history], [r["loss"] for r in several.history], rtol=1e-4
+    )
 
 
 def test_every_device_of_a_mesh_works_on_its_own_rows_alone():
     mesh = sharding.make_mesh(2, 2, 2)
     objective = dataclasses.replace(OBJECTIVE, mesh=mesh)
-    params, target_params = sharding.place(initial(), mesh, "draft"), sharding.place(TARGET.params, mesh, "target")
+    params, target_params = (
+        sharding.place(initial(), mesh, "draft"),
+        sharding.place(TARGET.params, mesh, "target"),
+    )
     batch = jax.tree.map(lambda x: x[None], rows().batch(range(4), objective.taps, 1.0))
-    text = trainer.update.lower(objective, CFG, 2, params, jax.jit(trainer.optimizer(CFG).init)(params), target_params,
-                                None, sharding.put(batch, mesh, trainer.STACKED)).compile().as_text()
+    text = (
+        trainer.update.lower(
+            objective,
+            CFG,
+            2,
+            params,
+            jax.jit(trainer.optimizer(CFG).init)(params),
+            target_params,
+            None,
+            sharding.put(batch, mesh, trainer.STACKED),
+        )
+        .compile()
+        .as_text()
+    )
     assert "[2,21,16]" in text and "4,21,16]" not in text
 
 
 def test_the_target_is_read_and_nothing_else():
-    """Of the compiled step: it returns nothing of the target's size, and keeps no second copy of it."""
+    """Of the compiled step: it returns nothing of the target's size, and keeps no second copy of
+    it."""
     big = tiny(6, vocab_size=4096, num_layers=2)
     config = init_head.config(big.config, (0, 1), num_draft_tokens=8)
     objective = Objective(big.config, config, num_steps=2)
     params = init_head.initial_params(config, big.params, jax.random.key(0))
     opt_state = trainer.optimizer(CFG).init(params)
     batch = jax.tree.map(lambda x: x[None], rows().batch([0, 1], objective.taps, 1.0))
-    compiled = trainer.update.lower(objective, CFG, 2, params, opt_state, big.params, jnp.arange(8), batch).compile()
+    compiled = trainer.update.lower(
+        objective, CFG, 2, params, opt_state, big.params, jnp.arange(8), batch
+    ).compile()
     embedding = 4096 * 16 * 4
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes < embedding / 4
     assert memory.temp_size_in_bytes < embedding
 
 
-@pytest.mark.parametrize("field", ["steps", "batch_size", "accumulate", "learning_rate", "clip", "warmup"])
+@pytest.mark.parametrize(
+    "field", ["steps", "batch_size", "accumulate", "learning_rate", "clip", "warmup"]
+)
 def test_values_that_make_no_sense_are_refused(field):
     with pytest.raises(SpecJAXError, match=f"{field} must be"):
         dataclasses.replace(CFG, **{field: -1})
 
 
-# --- Evaluation ------------------------------------------------------------------------------------------------------
+# --- Evaluation -----------------------------------------------------------------------------------
 
 
 def test_a_draft_that_is_the_target_is_always_right():
@@ -244,49 +332,91 @@ def test_a_draft_that_is_the_target_is_always_right():
 
 def test_drafters_are_compared_by_the_drafts_in_a_row_that_would_be_accepted():
     def scores(*by_position):
-        return [evaluate.Score(temperature, domain, "all", tuple(x + shift for x in by_position), 9)
-                for temperature, shift in ((0, 0.1), (1, -0.1)) for domain in ("a", "all")]
+        return [
+            evaluate.Score(temperature, domain, "all", tuple(x + shift for x in by_position), 9)
+            for temperature, shift in ((0, 0.1), (1, -0.1))
+            for domain in ("a", "all")
+        ]
 
-    assert evaluate.chain_length(scores(0.5, 0.4, 0.2)) == pytest.approx(0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.2)
-    assert evaluate.chain_length(scores(0.6, 0.2, 0.2)) < evaluate.chain_length(scores(0.5, 0.5, 0.5))
+    assert evaluate.chain_length(scores(0.5, 0.4, 0.2)) == pytest.approx(
+        0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.2
+    )
+    assert evaluate.chain_length(scores(0.6, 0.2, 0.2)) < evaluate.chain_length(
+        scores(0.5, 0.5, 0.5)
+    )
 
 
 def test_scores_are_counted_by_hand():
     """Rows of temperature 0 and 1, domains, and what lies behind the prompt."""
     draft = similar(6, num_layers=2)
-    scores = evaluate.Evaluation(Objective(TARGET.config, draft.config, num_steps=1), TARGET.params, rows(),
-                                 batch_size=5)(draft.params, None)
-    tokens_RS, length_R, domains = (rows().fields(name) for name in ("tokens_RS", "length_R", "domains"))
+    scores = evaluate.Evaluation(
+        Objective(TARGET.config, draft.config, num_steps=1), TARGET.params, rows(), batch_size=5
+    )(draft.params, None)
+    tokens_RS, length_R, domains = (
+        rows().fields(name) for name in ("tokens_RS", "length_R", "domains")
+    )
     p, q = (np.asarray(jax.nn.softmax(full_logits(model, tokens_RS))) for model in (TARGET, draft))
     for temperature, right in ((0, p.argmax(-1) == q.argmax(-1)), (1, np.minimum(p, q).sum(-1))):
         for domain in ("a", "b"):
-            values = np.concatenate([right[r, 3 : length_R[r] - 1] for r in range(len(rows()))
-                                     if domains[r] == domain and rows().fields("temperature_R")[r] == temperature])
-            score, = (s for s in scores if (s.temperature, s.domain, s.text) == (temperature, domain, "all"))
+            values = np.concatenate(
+                [
+                    right[r, 3 : length_R[r] - 1]
+                    for r in range(len(rows()))
+                    if domains[r] == domain and rows().fields("temperature_R")[r] == temperature
+                ]
+            )
+            (score,) = (
+                s
+                for s in scores
+                if (s.temperature, s.domain, s.text) == (temperature, domain, "all")
+            )
             assert score.places == len(values)
             np.testing.assert_allclose(score.by_position[0], values.mean(), rtol=1e-4)
 
 
 def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
-    """Its guesses and laws beside the target's, place by place, over the whole vocabulary though it guesses a part."""
+    """Its guesses and laws beside the target's, place by place, over the whole vocabulary though it
+    guesses a part."""
     config = init_head.config(TARGET.config, (0, 1), num_draft_tokens=14)
-    params, ids_U = init_head.initial_params(config, TARGET.params, jax.random.key(3)), np.arange(1, 29, 2)
-    scores = evaluate.Evaluation(Objective(TARGET.config, config), TARGET.params, rows(count=4), num_positions=2)(
-        params, jnp.asarray(ids_U))
-    found = {(score.temperature, score.domain): score.by_position for score in scores if score.text == "all"}
+    params, ids_U = (
+        init_head.initial_params(config, TARGET.params, jax.random.key(3)),
+        np.arange(1, 29, 2),
+    )
+    scores = evaluate.Evaluation(
+        Objective(TARGET.config, config), TARGET.params, rows(count=4), num_positions=2
+    )(params, jnp.asarray(ids_U))
+    found = {
+        (score.temperature, score.domain): score.by_position
+        for score in scores
+        if score.text == "all"
+    }
     tokens_RS, said_RS = (rows(count=4).fields(name) for name in ("tokens_RS", "said_RS"))
     p_RSV = np.asarray(jax.nn.softmax(full_logits(TARGET, tokens_RS)))
-    hidden = unrolled(params, config, TARGET.config, TARGET.params, full_taps(TARGET, tokens_RS, (0, 1)), tokens_RS, 2)
-    q_IRNU = np.asarray(jax.nn.softmax(jnp.stack(hidden) @ llama.output_rows(TARGET.params, ids_U).T))
+    hidden = unrolled(
+        params,
+        config,
+        TARGET.config,
+        TARGET.params,
+        full_taps(TARGET, tokens_RS, (0, 1)),
+        tokens_RS,
+        2,
+    )
+    q_IRNU = np.asarray(
+        jax.nn.softmax(jnp.stack(hidden) @ llama.output_rows(TARGET.params, ids_U).T)
+    )
     for row, (temperature, domain) in enumerate([(0, "a"), (1, "a"), (0, "b"), (1, "b")]):
         expected = [[], []]
         for i, place in np.ndindex(q_IRNU.shape[0], q_IRNU.shape[2]):
             if said_RS[row, place + 2 : place + 3 + i].all():  # this guess, and those before it
                 p_V, q_V = p_RSV[row, place + 1 + i], np.zeros(32)
                 q_V[ids_U] = q_IRNU[i, row, place]
-                right = p_V.argmax() == q_V.argmax() if temperature == 0 else np.minimum(p_V, q_V).sum()
+                right = (
+                    p_V.argmax() == q_V.argmax() if temperature == 0 else np.minimum(p_V, q_V).sum()
+                )
                 expected[i].append(right)
-        np.testing.assert_allclose(found[temperature, domain], [np.mean(values) for values in expected], atol=1e-5)
+        np.testing.assert_allclose(
+            found[temperature, domain], [np.mean(values) for values in expected], atol=1e-5
+        )
 
 
 def test_loops_are_told_from_the_rest():
@@ -301,25 +431,35 @@ def test_curves_are_drawn(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-# --- Data ------------------------------------------------------------------------------------------------------------
+# --- Data -----------------------------------------------------------------------------------------
 
 
 def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path):
     """The text is that of `generate` with the same seed, and what lies on disk is not made again."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
-    arguments = dict(num_slots=16, batch_size=3, temperatures=[0.0, 1.0], seed=7, taps=(0, 1), page_size=4)
+    arguments = dict(
+        num_slots=16, batch_size=3, temperatures=[0.0, 1.0], seed=7, taps=(0, 1), page_size=4
+    )
     self_generate(MODEL, prompts, ["a", "b", "a", "b"], tmp_path, **arguments)
     shards = [data.read_shard(path) for path in sorted(tmp_path.glob("*.safetensors"))]
     assert sorted(map(len, shards)) == [1, 3]
     found = Dataset(tuple(shards))
-    tokens_RS, length_R, start_R = (found.fields(name) for name in ("tokens_RS", "length_R", "start_R"))
+    tokens_RS, length_R, start_R = (
+        found.fields(name) for name in ("tokens_RS", "length_R", "start_R")
+    )
     assert (length_R == 16).all() and sorted(found.fields("domains")) == ["a", "a", "b", "b"]
     batch = found.batch(range(4), (0, 1), 1.0)
     for row in range(4):
         number = prompts.index(tokens_RS[row, : start_R[row]].tolist())
         temperature = float(found.fields("temperature_R")[row])
-        text, = generation.generate(MODEL, "none", [prompts[number]], max_new_tokens=16 - start_R[row],
-                                    temperature=temperature, seed=7 + number).completions
+        (text,) = generation.generate(
+            MODEL,
+            "none",
+            [prompts[number]],
+            max_new_tokens=16 - start_R[row],
+            temperature=temperature,
+            seed=7 + number,
+        ).completions
         assert list(text.tokens) == tokens_RS[row, start_R[row] :].tolist()
         for tap, expected in zip(batch.taps, full_taps(TARGET, tokens_RS, (0, 1)), strict=True):
             np.testing.assert_allclose(tap[row, :-1], expected[row, :-1], rtol=2e-3, atol=2e-3)
@@ -331,11 +471,23 @@ def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path
 def test_on_a_mesh_the_target_continues_alike(tmp_path):
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3], [9]]  # the second batch is filled up
     mesh = sharding.make_mesh(2, 2, 2)
-    several = dataclasses.replace(MODEL, params=sharding.place(TARGET.params, mesh, "target"), mesh=mesh)
+    several = dataclasses.replace(
+        MODEL, params=sharding.place(TARGET.params, mesh, "target"), mesh=mesh
+    )
     found = []
     for name, model in (("one", MODEL), ("mesh", several)):
-        paths = self_generate(model, prompts, [""] * 5, tmp_path / name, num_slots=16, batch_size=4,
-                              temperatures=[0.0, 1.0], seed=7, taps=(0, 1), page_size=4)
+        paths = self_generate(
+            model,
+            prompts,
+            [""] * 5,
+            tmp_path / name,
+            num_slots=16,
+            batch_size=4,
+            temperatures=[0.0, 1.0],
+            seed=7,
+            taps=(0, 1),
+            page_size=4,
+        )
         found.append(Dataset(tuple(map(data.read_shard, paths))).batch(range(5), (0, 1), 1.0))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         # Residual streams of the last token there may be or not: nothing is guessed after it.
@@ -344,19 +496,35 @@ def test_on_a_mesh_the_target_continues_alike(tmp_path):
 
 
 def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
-    self_generate(MODEL, [[1, 2, 3], [4, 5]], ["", ""], tmp_path, num_slots=S, batch_size=2, temperatures=[1.0], seed=0,
-                  taps=(0, 1), page_size=8)
-    shard, = (data.read_shard(path) for path in tmp_path.glob("*.safetensors"))
+    self_generate(
+        MODEL,
+        [[1, 2, 3], [4, 5]],
+        ["", ""],
+        tmp_path,
+        num_slots=S,
+        batch_size=2,
+        temperatures=[1.0],
+        seed=0,
+        taps=(0, 1),
+        page_size=8,
+    )
+    (shard,) = (data.read_shard(path) for path in tmp_path.glob("*.safetensors"))
     kept, asked = Dataset((shard,)), Dataset((dataclasses.replace(shard, taps={}),))
-    losses = [OBJECTIVE.loss(initial(), TARGET.params, None, each.batch([0, 1], OBJECTIVE.taps, 1.0), 2)[0]
-              for each in (kept, asked)]
+    losses = [
+        OBJECTIVE.loss(initial(), TARGET.params, None, each.batch([0, 1], OBJECTIVE.taps, 1.0), 2)[
+            0
+        ]
+        for each in (kept, asked)
+    ]
     np.testing.assert_allclose(*losses, rtol=1e-2)
 
 
 def test_weights_decay_but_norms_do_not():
     params = initial()
     optimizer = trainer.optimizer(TrainConfig(steps=9, warmup=0, weight_decay=0.5))
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
     for path, update in jax.tree_util.tree_leaves_with_path(updates):
         assert bool(jnp.any(update != 0)) == ("norm" not in jax.tree_util.keystr(path)), path
 
@@ -375,9 +543,13 @@ def test_in_bfloat16_the_loss_is_about_that_in_float32(is_head):
     batch = rows().batch(range(4), objective.taps, 1.0)
     losses = {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        loss = functools.partial(dataclasses.replace(objective, dtype=dtype).loss, target_params=jax.tree.map(
-            lambda x, dtype=dtype: x.astype(dtype), TARGET.params), draft_ids_U=None, batch=batch,
-            num_steps=objective.num_steps)
+        loss = functools.partial(
+            dataclasses.replace(objective, dtype=dtype).loss,
+            target_params=jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), TARGET.params),
+            draft_ids_U=None,
+            batch=batch,
+            num_steps=objective.num_steps,
+        )
         (losses[dtype], _), gradient = jax.value_and_grad(loss, has_aux=True)(params)
         assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}
     assert float(losses[jnp.bfloat16]) == pytest.approx(float(losses[jnp.float32]), rel=0.05)
@@ -400,24 +572,52 @@ class Words:
 
 def test_texts_become_rows(tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(map(str, range(11))))
-    lines = [{"text": "1 2 3"}, {"prompt": "1 2", "completion": "3 4 5", "domain": "code"}, "7 8 9",
-             {"messages": [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]}]
+    lines = [
+        {"text": "1 2 3"},
+        {"prompt": "1 2", "completion": "3 4 5", "domain": "code"},
+        "7 8 9",
+        {"messages": [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]},
+    ]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     got = data.read_texts([tmp_path / "a.txt", tmp_path / "b.jsonl"], Words(), num_slots=4)
-    assert got.tokens_RS.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 0], [1, 2, 3, 0], [1, 2, 3, 4],
-                                      [7, 8, 9, 0], [1, 2, 3, 0]]
-    assert got.length_R.tolist() == [4, 4, 3, 3, 4, 3, 3] and got.start_R.tolist() == [1, 1, 1, 1, 2, 1, 2]
+    assert got.tokens_RS.tolist() == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 0],
+        [1, 2, 3, 0],
+        [1, 2, 3, 4],
+        [7, 8, 9, 0],
+        [1, 2, 3, 0],
+    ]
+    assert got.length_R.tolist() == [4, 4, 3, 3, 4, 3, 3] and got.start_R.tolist() == [
+        1,
+        1,
+        1,
+        1,
+        2,
+        1,
+        2,
+    ]
     assert got.domains[4] == "code" and np.isnan(got.temperature_R).all()
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("{", "line 2: not JSON"), ("[1]", "line 2: must be a string, or an object"), ('{"text": 3}', "line 2: texts"),
-    ('{"text": "a", "prompt": "b"}', "line 2: must be"), ('{"messages": [3]}', "line 2"),
-    ('{"text": "1 2 3", "domain": 4}', "line 2: texts and the domain"),
-    ('{"prompt": "1 2"}', "line 2: a prompt without a 'completion'"),
-    ('{"messages": []}', "line 2: the last of 'messages'"),
-    ('{"messages": [{"role": "user", "content": "1"}]}', "line 2: the last of 'messages' must be the assistant's"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: must be a string, or an object"),
+        ('{"text": 3}', "line 2: texts"),
+        ('{"text": "a", "prompt": "b"}', "line 2: must be"),
+        ('{"messages": [3]}', "line 2"),
+        ('{"text": "1 2 3", "domain": 4}', "line 2: texts and the domain"),
+        ('{"prompt": "1 2"}', "line 2: a prompt without a 'completion'"),
+        ('{"messages": []}', "line 2: the last of 'messages'"),
+        (
+            '{"messages": [{"role": "user", "content": "1"}]}',
+            "line 2: the last of 'messages' must be the assistant's",
+        ),
+    ],
+)
 def test_lines_that_are_no_texts_are_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('"1 2 3"\n' + line)
     with pytest.raises(SpecJAXError, match=f"a.jsonl, {message}"):

@@ -1,4 +1,5 @@
-"""The ways of verifying, against plain draws. Their law, and the passes that they make, are tested in tests/kernels."""
+"""The ways of verifying, against plain draws. Their law, and the passes that they make, are tested
+in tests/kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ def sampling_of(seed_B, temperature=1.0):
 
 
 def random_logits(seed, *shape):
-    return np.log(np.random.default_rng(seed).dirichlet(np.full(shape[-1], 0.7), shape[:-1])).astype(np.float32)
+    return np.log(
+        np.random.default_rng(seed).dirichlet(np.full(shape[-1], 0.7), shape[:-1])
+    ).astype(np.float32)
 
 
 @pytest.mark.parametrize("mode", verify.MODES)
@@ -39,7 +42,9 @@ def test_coupled_emits_what_plain_sampling_would_draw_and_accepts_what_equals_it
     draft_BK, count_B = rng.integers(0, V, (B, K), np.int32), rng.integers(0, K + 1, B, np.int32)
     sampling, position_B = sampling_of(range(B)), jnp.asarray(rng.integers(1, 50, B))
     verified = VERIFY("coupled", logits_BTV, draft_BK, count_B, None, sampling, position_B)
-    own_BT = np.asarray(DRAW(logits_BTV, sampling, position_B[:, None] + jnp.arange(K + 1), Stream.TARGET)[0])
+    own_BT = np.asarray(
+        DRAW(logits_BTV, sampling, position_B[:, None] + jnp.arange(K + 1), Stream.TARGET)[0]
+    )
     for b in range(B):
         agree = [*(own_BT[b, :K] == draft_BK[b])[: count_B[b]], False].index(False)
         assert verified.accepted_B[b] == agree
@@ -48,7 +53,9 @@ def test_coupled_emits_what_plain_sampling_would_draw_and_accepts_what_equals_it
 
 @pytest.mark.parametrize("temperature", [0.0, None])
 @pytest.mark.parametrize("mode", verify.MODES)
-def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_token(mode, temperature):
+def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_token(
+    mode, temperature
+):
     """Whether the rows say so or the whole batch does."""
     logits_BTV = np.random.default_rng(3).standard_normal((32, 4, 6)).astype(np.float32)
     sampling = sampling_of(range(32), 0.0)
@@ -62,7 +69,9 @@ def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_to
     verified = VERIFY(mode, logits_BTV, draft_BK, jnp.full(32, 3), None, sampling, jnp.arange(32))
     np.testing.assert_array_equal(verified.accepted_B, wrong_B)
     for b in range(32):
-        np.testing.assert_array_equal(verified.tokens_BT[b, : wrong_B[b] + 1], best_BT[b, : wrong_B[b] + 1])
+        np.testing.assert_array_equal(
+            verified.tokens_BT[b, : wrong_B[b] + 1], best_BT[b, : wrong_B[b] + 1]
+        )
 
 
 @pytest.mark.parametrize("mode", verify.MODES)
@@ -72,6 +81,15 @@ def test_ids_that_are_not_valid_are_neither_drawn_nor_accepted(mode):
     logits_BTV[..., 5] = 9
     draft_BK = np.full((128, 2), 5, np.int32)
     for sampling in (sampling_of(range(128)), SamplingParams(jnp.arange(128, dtype=jnp.uint32))):
-        verified = VERIFY(mode, logits_BTV, draft_BK, jnp.full(128, 2), None, sampling, jnp.arange(128), num_valid=5)
+        verified = VERIFY(
+            mode,
+            logits_BTV,
+            draft_BK,
+            jnp.full(128, 2),
+            None,
+            sampling,
+            jnp.arange(128),
+            num_valid=5,
+        )
         assert not verified.accepted_B.any()
         assert set(np.unique(verified.tokens_BT[:, 0])) == set(range(5))

@@ -1,10 +1,13 @@
-"""Prompts of four domains, as JSONL: what the shipped head was trained on (see the card beside its weights).
+"""Prompts of four domains, as JSONL: what the shipped head was trained on (see the card beside its
+weights).
 
-    python configs/smollm2_135m_eagle3/make_prompts.py --num_prompts=8000 --seed=0 --output=prompts.jsonl
+    python configs/smollm2_135m_eagle3/make_prompts.py --num_prompts=8000 --seed=0
+    --output=prompts.jsonl
 
-Code and documentation come from Python's own standard library, JSON from random records, prose from lists of subjects
-and forms. About a fifth are bare text to go on with, the others are messages to an assistant. With --held_out they are
-made from modules, kinds of records and subjects that the others never use.
+Code and documentation come from Python's own standard library, JSON from random records, prose from
+lists of subjects and forms. About a fifth are bare text to go on with, the others are messages to
+an assistant. With --held_out they are made from modules, kinds of records and subjects that the
+others never use.
 """
 
 import ast
@@ -78,34 +81,119 @@ war, the family; If you walk along the river,; The dog had been waiting for; Eve
 story begins with"""
 
 RECORDS = dict(
-    user="id name email age city active", product="sku name price currency stock tags",
-    order="order_id customer items total status date", book="title author year isbn genres rating",
-    server="host port protocol enabled region", event="event timestamp level message source",
-    recipe="name ingredients steps minutes servings", employee="id name department salary manager skills",
-    song="title artist album duration genre", city="name country population latitude longitude",
-    task="id title done priority due_date", movie="title director year cast rating",
-    sensor="sensor_id temperature humidity battery timestamp", invoice="number client lines subtotal tax total",
-    flight="flight from to departure arrival seats", repository="name stars forks language license topics",
-    patient="id name age diagnosis doctor admitted", ticket="id subject status priority assignee created_at",
-    vehicle="plate maker model year color mileage", course="code title teacher credits students room",
-    hotel="name city rooms price rating amenities", match="home away score date stadium",
-    planet="name mass radius moons distance", animal="name species age weight habitat",
-    account="iban owner balance currency opened", review="product author stars text date",
-    shipment="tracking carrier weight origin destination status", house="address rooms area price garden",
-)  # fmt: skip
+    user="id name email age city active",
+    product="sku name price currency stock tags",
+    order="order_id customer items total status date",
+    book="title author year isbn genres rating",
+    server="host port protocol enabled region",
+    event="event timestamp level message source",
+    recipe="name ingredients steps minutes servings",
+    employee="id name department salary manager skills",
+    song="title artist album duration genre",
+    city="name country population latitude longitude",
+    task="id title done priority due_date",
+    movie="title director year cast rating",
+    sensor="sensor_id temperature humidity battery timestamp",
+    invoice="number client lines subtotal tax total",
+    flight="flight from to departure arrival seats",
+    repository="name stars forks language license topics",
+    patient="id name age diagnosis doctor admitted",
+    ticket="id subject status priority assignee created_at",
+    vehicle="plate maker model year color mileage",
+    course="code title teacher credits students room",
+    hotel="name city rooms price rating amenities",
+    match="home away score date stadium",
+    planet="name mass radius moons distance",
+    animal="name species age weight habitat",
+    account="iban owner balance currency opened",
+    review="product author stars text date",
+    shipment="tracking carrier weight origin destination status",
+    house="address rooms area price garden",
+)
 NAMES = [
-    "Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry", "Ivy", "Jack", "Kate", "Liam", "Mia",
-    "Noah", "Olivia", "Peter", "Quinn", "Rose", "Sam", "Tina", "Uma", "Victor", "Wendy", "Xavier", "Yara", "Zoe",
-]  # fmt: skip
+    "Alice",
+    "Bob",
+    "Carol",
+    "David",
+    "Emma",
+    "Frank",
+    "Grace",
+    "Henry",
+    "Ivy",
+    "Jack",
+    "Kate",
+    "Liam",
+    "Mia",
+    "Noah",
+    "Olivia",
+    "Peter",
+    "Quinn",
+    "Rose",
+    "Sam",
+    "Tina",
+    "Uma",
+    "Victor",
+    "Wendy",
+    "Xavier",
+    "Yara",
+    "Zoe",
+]
 CITIES = [
-    "Paris", "London", "Tokyo", "Berlin", "Madrid", "Rome", "Lagos", "Cairo", "Toronto", "Lima", "Oslo", "Delhi",
-    "Seoul", "Sydney", "Boston", "Denver", "Porto", "Vienna", "Quito", "Hanoi",
-]  # fmt: skip
+    "Paris",
+    "London",
+    "Tokyo",
+    "Berlin",
+    "Madrid",
+    "Rome",
+    "Lagos",
+    "Cairo",
+    "Toronto",
+    "Lima",
+    "Oslo",
+    "Delhi",
+    "Seoul",
+    "Sydney",
+    "Boston",
+    "Denver",
+    "Porto",
+    "Vienna",
+    "Quito",
+    "Hanoi",
+]
 WORDS = [
-    "alpha", "beta", "red", "blue", "python", "sql", "rice", "salt", "drama", "ml", "web", "tools", "garden",
-    "wifi", "pool", "urgent", "north", "cotton",
-]  # fmt: skip
-LANGUAGES = ["Python", "Python", "Python", "Python", "JavaScript", "Java", "C", "C++", "Go", "Rust", "SQL", "Bash"]
+    "alpha",
+    "beta",
+    "red",
+    "blue",
+    "python",
+    "sql",
+    "rice",
+    "salt",
+    "drama",
+    "ml",
+    "web",
+    "tools",
+    "garden",
+    "wifi",
+    "pool",
+    "urgent",
+    "north",
+    "cotton",
+]
+LANGUAGES = [
+    "Python",
+    "Python",
+    "Python",
+    "Python",
+    "JavaScript",
+    "Java",
+    "C",
+    "C++",
+    "Go",
+    "Rust",
+    "SQL",
+    "Bash",
+]
 DOMAINS = ("code", "json", "docs", "prose")
 
 
@@ -116,12 +204,18 @@ def entries(text):
 
 
 def library():
-    """Sources of the standard library, and its documented functions as (name, arguments, docstring, source lines)."""
+    """Sources of the standard library, and its documented functions as (name, arguments, docstring,
+    source lines)."""
     sources, functions = [], []
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).as_posix()
-        if name.startswith(("site-packages", "test", "idlelib", "lib2to3", "turtledemo", "config-")) or "/test" in name:
+        if (
+            name.startswith(
+                ("site-packages", "test", "idlelib", "lib2to3", "turtledemo", "config-")
+            )
+            or "/test" in name
+        ):
             continue
         if (zlib.crc32(name.encode()) % 8 == 0) != FLAGS.held_out:
             continue
@@ -147,10 +241,17 @@ class Maker:
     def __init__(self, rng):
         self.rng = rng
         self.sources, self.functions = library()
-        self.tasks, self.subjects, self.openings = entries(TASKS), entries(SUBJECTS), entries(OPENINGS)
+        self.tasks, self.subjects, self.openings = (
+            entries(TASKS),
+            entries(SUBJECTS),
+            entries(OPENINGS),
+        )
         self.forms = [" ".join(form.split()) for form in FORMS.split(";")]
-        self.records = {name: keys.split() for i, (name, keys) in enumerate(RECORDS.items())
-                        if (i % 4 == 3) == FLAGS.held_out}
+        self.records = {
+            name: keys.split()
+            for i, (name, keys) in enumerate(RECORDS.items())
+            if (i % 4 == 3) == FLAGS.held_out
+        }
 
     def prompt(self, domain):
         """One prompt: a string, or messages."""
@@ -163,35 +264,67 @@ class Maker:
         start = "\n".join(lines[: self.rng.randrange(3, 12)])[:420]
         first = doc.split("\n")[0][:160]
         if u < 0.3:
-            return ask(choice([f"Write a Python function `{name}({arguments})` that does the following: {first}",
-                               f"Implement this in Python: {first}", f"{first} Show me the code."]))
+            return ask(
+                choice(
+                    [
+                        f"Write a Python function `{name}({arguments})` that does the following: {first}",
+                        f"Implement this in Python: {first}",
+                        f"{first} Show me the code.",
+                    ]
+                )
+            )
         if u < 0.6:
             ends = ["", ".", ", with comments.", " and test it.", " Keep it short."]
-            return ask(f"Write a {choice(LANGUAGES)} {choice(['function', 'program', 'class', 'script'])} that "
-                       f"{choice(self.tasks)}{choice(ends)}")
+            return ask(
+                f"Write a {choice(LANGUAGES)} {choice(['function', 'program', 'class', 'script'])} that "
+                f"{choice(self.tasks)}{choice(ends)}"
+            )
         if u < 0.78:
-            return ask(f"{choice(['Complete this Python code', 'Explain this code', 'Add comments to this code'])}:\n"
-                       f"```python\n{start}\n```")
+            return ask(
+                f"{choice(['Complete this Python code', 'Explain this code', 'Add comments to this code'])}:\n"
+                f"```python\n{start}\n```"
+            )
         return start if u < 0.9 else self.chunk(choice(self.sources), 350)
 
     def json(self, u):
         """Records: written, extended, extracted from sentences."""
         choice = self.rng.choice
         kind = choice(list(self.records))
-        keys = self.rng.sample(self.records[kind], self.rng.randrange(3, len(self.records[kind]) + 1))
+        keys = self.rng.sample(
+            self.records[kind], self.rng.randrange(3, len(self.records[kind]) + 1)
+        )
         records = [{key: self.value(key) for key in keys} for _ in range(self.rng.randrange(1, 4))]
-        text = json.dumps(records if len(records) > 1 else records[0], indent=choice([None, 2, 2, 4]))[:420]
-        facts = "; ".join(f"{key} {choice(['=', ':', 'is'])} {value}" for key, value in records[0].items())
+        text = json.dumps(
+            records if len(records) > 1 else records[0], indent=choice([None, 2, 2, 4])
+        )[:420]
+        facts = "; ".join(
+            f"{key} {choice(['=', ':', 'is'])} {value}" for key, value in records[0].items()
+        )
         if u < 0.25:
             count = self.rng.randrange(2, 8)
-            return ask(f"Generate a JSON array of {count} {kind}s with the fields {', '.join(keys)}.")
+            return ask(
+                f"Generate a JSON array of {count} {kind}s with the fields {', '.join(keys)}."
+            )
         if u < 0.45:
-            wish = choice(["Add three more records in the same format.", "Write another one like it.",
-                           "Change the values and return the JSON.", "Write a JSON schema for it."])
+            wish = choice(
+                [
+                    "Add three more records in the same format.",
+                    "Write another one like it.",
+                    "Change the values and return the JSON.",
+                    "Write a JSON schema for it.",
+                ]
+            )
             return ask(f"Here is a JSON example:\n{text}\n{wish}")
         if u < 0.8:
-            return ask(choice([f"Convert this to JSON: {facts}", f"Extract the {kind} as JSON with the keys "
-                               f"{', '.join(keys)}: {facts}", f"Return only JSON. {kind.title()}: {facts}"]))
+            return ask(
+                choice(
+                    [
+                        f"Convert this to JSON: {facts}",
+                        f"Extract the {kind} as JSON with the keys {', '.join(keys)}: {facts}",
+                        f"Return only JSON. {kind.title()}: {facts}",
+                    ]
+                )
+            )
         return text[: max(60, int(len(text) * 0.7))]
 
     def docs(self, u):
@@ -202,12 +335,18 @@ class Maker:
         if u < 0.2:
             return f"{name}({arguments})\n\n    {text}"
         if u < 0.45:
-            return ask(f"Write documentation for a function named {name} with the parameters {arguments or 'none'}: "
-                       f"{doc.splitlines()[0][:160]}")
+            return ask(
+                f"Write documentation for a function named {name} with the parameters {arguments or 'none'}: "
+                f"{doc.splitlines()[0][:160]}"
+            )
         if u < 0.7:
-            return ask(f"{choice(['Summarize this documentation', 'Rewrite this clearly', 'Explain this'])}:\n{text}")
+            return ask(
+                f"{choice(['Summarize this documentation', 'Rewrite this clearly', 'Explain this'])}:\n{text}"
+            )
         library = f"{choice(NAMES).lower()}{choice(['kit', 'lib', 'py', 'flow', 'db', '-cli'])}"
-        kind = choice(["README", "tutorial", "reference page", "changelog", "installation guide", "FAQ"])
+        kind = choice(
+            ["README", "tutorial", "reference page", "changelog", "installation guide", "FAQ"]
+        )
         return ask(f"Write a {kind} for a tool named {library} that {choice(self.tasks)}.")
 
     def prose(self, u):
@@ -228,10 +367,31 @@ class Maker:
         choice, below = self.rng.choice, self.rng.randrange
         if key in ("active", "done", "enabled", "garden"):
             return choice([True, False])
-        if key in ("tags", "skills", "genres", "topics", "cast", "items", "ingredients", "steps", "lines", "amenities"):
+        if key in (
+            "tags",
+            "skills",
+            "genres",
+            "topics",
+            "cast",
+            "items",
+            "ingredients",
+            "steps",
+            "lines",
+            "amenities",
+        ):
             return self.rng.sample(WORDS, below(1, 4))
-        if key in ("price", "total", "rating", "temperature", "humidity", "subtotal", "tax", "latitude", "weight",
-                   "mass"):
+        if key in (
+            "price",
+            "total",
+            "rating",
+            "temperature",
+            "humidity",
+            "subtotal",
+            "tax",
+            "latitude",
+            "weight",
+            "mass",
+        ):
             return round(self.rng.uniform(0, 100), 2)
         if key in ("date", "due_date", "admitted", "opened"):
             return f"20{below(15, 27)}-{below(1, 13):02}-{below(1, 29):02}"
@@ -239,10 +399,31 @@ class Maker:
             return f"20{below(15, 27)}-{below(1, 13):02}-{below(1, 29):02}T{below(24):02}:{below(60):02}:00Z"
         if key == "email":
             return f"{choice(NAMES).lower()}@example.com"
-        if key in ("city", "from", "to", "region", "country", "origin", "destination", "home", "away"):
+        if key in (
+            "city",
+            "from",
+            "to",
+            "region",
+            "country",
+            "origin",
+            "destination",
+            "home",
+            "away",
+        ):
             return choice(CITIES)
-        if key in ("name", "customer", "author", "director", "artist", "manager", "client", "doctor", "teacher",
-                   "owner", "assignee"):
+        if key in (
+            "name",
+            "customer",
+            "author",
+            "director",
+            "artist",
+            "manager",
+            "client",
+            "doctor",
+            "teacher",
+            "owner",
+            "assignee",
+        ):
             return f"{choice(NAMES)} {choice(['Smith', 'Lee', 'Brown', 'Garcia', 'Okafor', 'Novak', 'Rossi', 'Khan'])}"
         if key in ("title", "album", "subject", "message", "text", "address"):
             return f"{choice(self.subjects).title()} {below(1, 100)}"

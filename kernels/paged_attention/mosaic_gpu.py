@@ -1,13 +1,14 @@
 """Paged attention for NVIDIA Hopper in Pallas for Mosaic GPU.
 
-One CTA serves 64 or 128 query rows of one kv head of one sequence, over one part ("split") of its slots. A producer
-warpgroup lets the TMA unit bring in keys and values, BLOCK slots at a time, from wherever their pages are; one or two
-consumer warpgroups of 64 rows each multiply them by wgmma while the next blocks are under way. The T * G rows that
-share a kv head (T tokens of G query heads) lie in one tile, so each key and value is read once for all of them.
+One CTA serves 64 or 128 query rows of one kv head of one sequence, over one part ("split") of its
+slots. A producer warpgroup lets the TMA unit bring in keys and values, BLOCK slots at a time, from
+wherever their pages are; one or two consumer warpgroups of 64 rows each multiply them by wgmma
+while the next blocks are under way. The T * G rows that share a kv head (T tokens of G query heads)
+lie in one tile, so each key and value is read once for all of them.
 
-The softmax runs online over the blocks (Dao 2023, "FlashAttention-2"), in base 2. Where a batch is too small to fill
-the GPU, several CTAs share the slots of a sequence and their results are combined (Dao et al. 2023, "Flash-Decoding").
-Pages come from Kwon et al. 2023, "PagedAttention".
+The softmax runs online over the blocks (Dao 2023, "FlashAttention-2"), in base 2. Where a batch is
+too small to fill the GPU, several CTAs share the slots of a sequence and their results are combined
+(Dao et al. 2023, "Flash-Decoding"). Pages come from Kwon et al. 2023, "PagedAttention".
 """
 
 from __future__ import annotations
@@ -36,28 +37,42 @@ WGMMA, WGMMA_ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
 def num_splits_for(num_ctas: int, max_slots: int, num_sms: int) -> int:
-    """Into how many parts to split the slots of each sequence, given how many CTAs there are without.
+    """Into how many parts to split the slots of each sequence, given how many CTAs there are
+    without.
 
-    The fewest that keep the SMs nearly as busy as any number would (as in FlashAttention's `num_splits_heuristic`): a
-    last wave that is not full costs as much as one that is, and every split costs a float32 output to combine.
+    The fewest that keep the SMs nearly as busy as any number would (as in FlashAttention's
+      `num_splits_heuristic`): a
+    last wave that is not full costs as much as one that is, and every split costs a float32 output
+    to combine.
     """
     if num_ctas >= 0.8 * num_sms:
         return 1
     busy = {}
-    for splits in range(1, max(1, min(max_slots // (BLOCK * MIN_BLOCKS), 2 * num_sms // num_ctas)) + 1):
+    for splits in range(
+        1, max(1, min(max_slots // (BLOCK * MIN_BLOCKS), 2 * num_sms // num_ctas)) + 1
+    ):
         waves = num_ctas * splits / num_sms
         busy[splits] = waves / math.ceil(waves)
     return next(splits for splits in busy if busy[splits] >= 0.85 * max(busy.values()))
 
 
-def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2=None, *, interpret=None,
-                    num_splits: int | None = None):
+def paged_attention(
+    q_BTNH,
+    k_pool,
+    v_pool,
+    block_table_BX,
+    start_B,
+    ancestors_BT2=None,
+    *,
+    interpret=None,
+    num_splits: int | None = None,
+):
     """See `api.paged_attention`; only what `api.unsupported` lets through.
 
-    T may be any number without ancestors (chunks of prompts). A CTA's work follows what its rows may see: neither X nor
-    the other sequences cost anything. Queries are rearranged in jax.numpy to `[B, NKV, T * G, H]`, which costs a pass
-    over them except for T = 1 (XLA fuses it into what computed them), and padded to whole tiles: 8 rows, or ROWS where
-    there are more than that.
+    T may be any number without ancestors (chunks of prompts). A CTA's work follows what its rows
+    may see: neither X nor the other sequences cost anything. Queries are rearranged in jax.numpy to
+    `[B, NKV, T * G, H]`, which costs a pass over them except for T = 1 (XLA fuses it into what
+    computed them), and padded to whole tiles: 8 rows, or ROWS where there are more than that.
 
     Args:
       interpret: `plgpu.InterpretGPUParams()` runs it on the CPU, from JAX 0.11 on.
@@ -99,19 +114,29 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
         free=plgpu.Barrier(num_arrivals=consumers, num_barriers=STAGES),
         zeroed=plgpu.Barrier(),
     )
-    # Rows are reduced within a warp, which takes no shared memory; there would be too little for what is set aside.
-    # The other semantics, default from JAX 0.12 on, would infer the layouts, and does not find those of ancestor bits.
-    params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0,
-                                  lowering_semantics=plgpu.LoweringSemantics.Lane)
+    # Rows are reduced within a warp, which takes no shared memory; there would be too little for
+    # what is set aside. The other semantics, default from JAX 0.12 on, would infer the layouts, and
+    # does not find those of ancestor bits.
+    params = plgpu.CompilerParams(
+        approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+    )
     o_SBKRH, lse_SBKR = plgpu.kernel(
         functools.partial(_kernel, G=G),
-        out_type=(jax.ShapeDtypeStruct((splits, B, NKV, padded_R, H), out_dtype),
-                  jax.ShapeDtypeStruct((splits, B, NKV, padded_R), jnp.float32)),
-        # The last axis runs fastest: tiles that read the same keys and values do so at about the same time, from L2.
-        grid=(B, NKV, splits, num_tiles), grid_names=("sequence", "head", "split", "tile"),
-        scratch_types=scratch, num_threads=consumers + 1, thread_name="warpgroup", compiler_params=params,
-        kernel_name="paged_attention", **({} if interpret is None else {"interpret": interpret}),
-    )(*operands)  # fmt: skip
+        out_type=(
+            jax.ShapeDtypeStruct((splits, B, NKV, padded_R, H), out_dtype),
+            jax.ShapeDtypeStruct((splits, B, NKV, padded_R), jnp.float32),
+        ),
+        # The last axis runs fastest: tiles that read the same keys and values do so at about the
+        # same time, from L2.
+        grid=(B, NKV, splits, num_tiles),
+        grid_names=("sequence", "head", "split", "tile"),
+        scratch_types=scratch,
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=params,
+        kernel_name="paged_attention",
+        **({} if interpret is None else {"interpret": interpret}),
+    )(*operands)
 
     o_BKRH = o_SBKRH[0] if splits == 1 else _combine(o_SBKRH, lse_SBKR)
     o_BTKGH = o_BKRH[:, :, :R].reshape(B, NKV, T, G, H).transpose(0, 2, 1, 3, 4)
@@ -119,7 +144,8 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
 
 
 def _combine(o_SBKRH, lse_SBKR):
-    """The attention over all slots from that over each split, and the base-2 logarithms of its sums of weights."""
+    """The attention over all slots from that over each split, and the base-2 logarithms of its sums
+    of weights."""
     weight_SBKR = jnp.where(lse_SBKR > LOWEST, jnp.exp2(lse_SBKR - lse_SBKR.max(0)), 0)[..., None]
     # Where a split had nothing to do, its output was not even written.
     o_SBKRH = jnp.where(weight_SBKR > 0, o_SBKRH, 0)
@@ -132,7 +158,8 @@ def _add_product(acc, p, v_smem, p_smem):
 
 
 def _add_product_interpreted(acc, p, v_smem, p_smem):
-    """The same by way of shared memory: the interpreter has neither `run_state` nor operands in registers."""
+    """The same by way of shared memory: the interpreter has neither `run_state` nor operands in
+    registers."""
     p_smem[...] = p
     plgpu.commit_smem()
     return acc + _product(p_smem, v_smem)
@@ -146,16 +173,37 @@ def _product(a_smem, b_smem):
     return pl.run_scoped(multiply, plgpu.ACC((a_smem.shape[0], b_smem.shape[1]), jnp.float32))
 
 
-def _kernel(q_ref, k_ref, v_ref, table_ref, start_ref, end_ref, *refs, G, q_smem, k_smem, v_smem, p_smem, o_smem,
-            lse_smem, q_full, k_full, v_full, free, zeroed):  # fmt: skip
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    start_ref,
+    end_ref,
+    *refs,
+    G,
+    q_smem,
+    k_smem,
+    v_smem,
+    p_smem,
+    o_smem,
+    lse_smem,
+    q_full,
+    k_full,
+    v_full,
+    free,
+    zeroed,
+):
     *words_ref, o_ref, lse_ref = refs
     _, _, Z, H = k_ref.shape
     splits, rows = o_ref.shape[0], min(o_ref.shape[3], ROWS)
     consumers = q_smem.shape[0]
-    b, h, split, tile, wg = (lax.axis_index(name) for name in ("sequence", "head", "split", "tile", "warpgroup"))
+    b, h, split, tile, wg = (
+        lax.axis_index(name) for name in ("sequence", "head", "split", "tile", "warpgroup")
+    )
 
-    # The slots that some row of this CTA may see are those before `limit`, and this split has n blocks of them from
-    # block `first` on. Those from `end` on hold nothing.
+    # The slots that some row of this CTA may see are those before `limit`, and this split has n
+    # blocks of them from block `first` on. Those from `end` on hold nothing.
     start, end = start_ref[b], end_ref[b]
     limit = end
     if not words_ref:  # causal: the last token of the tile sees most
@@ -178,29 +226,44 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, start_ref, end_ref, *refs, G, q_smem
                 plgpu.barrier_wait(free.at[stage])
 
             slots = [(first + i) * BLOCK + j * run for j in range(BLOCK // run)]
-            # Beyond the end the last page comes again: something must arrive, and other pages are not this sequence's.
+            # Beyond the end the last page comes again: something must arrive, and other pages are
+            # not this sequence's.
             pages = [table_ref[b, lax.div(jnp.minimum(slot, end - 1), Z)] for slot in slots]
             for pool_ref, smem, full in ((k_ref, k_smem, k_full), (v_ref, v_smem, v_full)):
                 for j, (slot, page) in enumerate(zip(slots, pages, strict=True)):
-                    plgpu.copy_gmem_to_smem(pool_ref.at[page, h, pl.ds(lax.rem(slot, Z), run)],
-                                            smem.at[stage, pl.ds(j * run, run)], full.at[stage])
+                    plgpu.copy_gmem_to_smem(
+                        pool_ref.at[page, h, pl.ds(lax.rem(slot, Z), run)],
+                        smem.at[stage, pl.ds(j * run, run)],
+                        full.at[stage],
+                    )
 
         lax.fori_loop(0, n, load_block, None)
 
     @pl.when(wg < consumers)
     def attend():
-        # Three warpgroups have 512 registers per lane together, or the last to ask would wait for ever.
+        # Three warpgroups have 512 registers per lane together, or the last to ask would wait for
+        # ever.
         plgpu.set_max_registers(232, action="increase")
         first_row = (tile * consumers + wg) * ROWS
-        my_rows = pl.ds(0, rows)  # those of a tile that is not full stay what they are; nobody looks at what they give
+        my_rows = pl.ds(
+            0, rows
+        )  # those of a tile that is not full stay what they are; nobody looks at what they give
 
         @pl.when(n > 0)
         def load_queries():
-            plgpu.copy_gmem_to_smem(q_ref.at[b, h, pl.ds(first_row, rows)], q_smem.at[wg, my_rows], q_full.at[wg])
+            plgpu.copy_gmem_to_smem(
+                q_ref.at[b, h, pl.ds(first_row, rows)], q_smem.at[wg, my_rows], q_full.at[wg]
+            )
             plgpu.barrier_wait(q_full.at[wg])
 
-        words = [load(ref, (b, w, pl.ds(first_row, ROWS)), layout=WGMMA_ROW) for ref in words_ref for w in range(2)]
-        token_R = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA_ROW) + first_row, G)
+        words = [
+            load(ref, (b, w, pl.ds(first_row, ROWS)), layout=WGMMA_ROW)
+            for ref in words_ref
+            for w in range(2)
+        ]
+        token_R = lax.div(
+            plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA_ROW) + first_row, G
+        )
         seen_by_all = start if words else start + lax.div(first_row, G) + 1
         num_unmasked = jnp.clip(lax.div(jnp.minimum(seen_by_all, end), BLOCK) - first, 0, n)
 
@@ -210,17 +273,23 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, start_ref, end_ref, *refs, G, q_smem
         def mask(scores, block):
             slot = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=WGMMA) + block * BLOCK
             if not words:
-                return jnp.where(slot <= across(jnp.minimum(start + token_R, end - 1), BLOCK), scores, MASKED)
+                return jnp.where(
+                    slot <= across(jnp.minimum(start + token_R, end - 1), BLOCK), scores, MASKED
+                )
             new = slot - start
             word = jnp.where(new < 32, across(words[0], BLOCK), across(words[1], BLOCK))
             bit = lax.shift_right_logical(word, new & 31) & 1
             return jnp.where((slot < end) & ((new < 0) | (bit != 0)), scores, MASKED)
 
         def zero_values_from_end(stage, block):
-            """0 * NaN is NaN: slots that hold nothing must not lend their values even to a weight of 0."""
+            """0 * NaN is NaN: slots that hold nothing must not lend their values even to a weight
+            of 0."""
+
             @pl.when(wg == 0)
             def store():
-                slot = plgpu.broadcasted_iota(jnp.int32, (BLOCK, H), 0, layout=WGMMA) + block * BLOCK
+                slot = (
+                    plgpu.broadcasted_iota(jnp.int32, (BLOCK, H), 0, layout=WGMMA) + block * BLOCK
+                )
                 v = load(v_smem, (stage,), layout=WGMMA)
                 v_smem[stage] = jnp.where(slot < end, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
@@ -244,9 +313,13 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, start_ref, end_ref, *refs, G, q_smem
             acc = acc * across(decay_R, H)
             plgpu.barrier_wait(v_full.at[stage])
             if masked:
-                pl.when((block + 1) * BLOCK > end)(functools.partial(zero_values_from_end, stage, block))
+                pl.when((block + 1) * BLOCK > end)(
+                    functools.partial(zero_values_from_end, stage, block)
+                )
             add_product = _add_product if p_smem is None else _add_product_interpreted
-            acc = add_product(acc, p.astype(v_smem.dtype), v_smem.at[stage], p_smem and p_smem.at[wg])
+            acc = add_product(
+                acc, p.astype(v_smem.dtype), v_smem.at[stage], p_smem and p_smem.at[wg]
+            )
 
             @pl.when(i + STAGES < n)
             def release():
@@ -257,7 +330,11 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, start_ref, end_ref, *refs, G, q_smem
         def full(value, shape, layout):
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-        carry = full(0, (ROWS, H), WGMMA), full(LOWEST, (ROWS,), WGMMA_ROW), full(0, (ROWS,), WGMMA_ROW)
+        carry = (
+            full(0, (ROWS, H), WGMMA),
+            full(LOWEST, (ROWS,), WGMMA_ROW),
+            full(0, (ROWS,), WGMMA_ROW),
+        )
         carry = lax.fori_loop(0, num_unmasked, functools.partial(step, masked=False), carry)
         acc, m_R, l_R = lax.fori_loop(num_unmasked, n, functools.partial(step, masked=True), carry)
 
@@ -265,10 +342,14 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, start_ref, end_ref, *refs, G, q_smem
         o_smem[wg] = (acc * across(inverse_R, H)).astype(o_smem.dtype)
         lse_smem[wg] = jnp.where(l_R > 0, m_R * scale + jnp.log(l_R) * math.log2(math.e), MASKED)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(lse_smem.at[wg, my_rows], lse_ref.at[split, b, h, pl.ds(first_row, rows)])
+        plgpu.copy_smem_to_gmem(
+            lse_smem.at[wg, my_rows], lse_ref.at[split, b, h, pl.ds(first_row, rows)]
+        )
 
         @pl.when((n > 0) | (splits == 1))
         def store():
-            plgpu.copy_smem_to_gmem(o_smem.at[wg, my_rows], o_ref.at[split, b, h, pl.ds(first_row, rows)])
+            plgpu.copy_smem_to_gmem(
+                o_smem.at[wg, my_rows], o_ref.at[split, b, h, pl.ds(first_row, rows)]
+            )
 
         plgpu.wait_smem_to_gmem(0)

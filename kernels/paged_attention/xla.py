@@ -1,4 +1,5 @@
-"""Paged attention in plain jax.numpy: the reference, and what runs where there is no kernel of our own."""
+"""Paged attention in plain jax.numpy: the reference, and what runs where there is no kernel of our
+own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ MASKED = -1e30  # finite: a row in which everything is masked must not turn into
 
 
 def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2=None):
-    """See `api.paged_attention`. Cost follows X, the pages that a sequence could have, not those that it has."""
+    """See `api.paged_attention`. Cost follows X, the pages that a sequence could have, not those
+    that it has."""
     B, T, N, H = q_BTNH.shape
     P, NKV, Z, _ = k_pool.shape
     X = block_table_BX.shape[1]
@@ -19,7 +21,8 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
 
     def gathered():
         def gather(pool):
-            # One run of Z x H numbers per (page, kv head), put where the matrix products below want them: no transpose.
+            # One run of Z x H numbers per (page, kv head), put where the matrix products below want
+            # them: no transpose.
             pages_BKX = jnp.clip(block_table_BX, 0, P - 1)[:, None, :]
             return pool[pages_BKX, jnp.arange(NKV)[None, :, None]].reshape(B, NKV, -1, H)
 
@@ -28,22 +31,27 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
     def in_place():
         return _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestors_BT2)
 
-    # On a CPU a gathered copy of the keys and values costs more than the products with few queries. On a GPU what is
-    # read in place would be written anew, with its unwritten slots zeroed.
+    # On a CPU a gathered copy of the keys and values costs more than the products with few queries.
+    # On a GPU what is read in place would be written anew, with its unwritten slots zeroed.
     if P <= B * X and T * N // NKV <= H // 2:
         return jax.lax.platform_dependent(cpu=in_place, default=gathered)
     return gathered()
 
 
 def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestors_BT2):
-    """Every page of the pools is read once, where it lies: queries and weights go to the pages, not keys and values to
+    """Every page of the pools is read once, where it lies: queries and weights go to the pages, not
+      keys and values to
     the sequences. Right because a page belongs to one sequence."""
     B, T, N, H = q_BTNH.shape
     P, NKV, Z, _ = k_pool.shape
     X = block_table_BX.shape[1]
     R = N // NKV * T
     page_BX = jnp.where(held_BX, block_table_BX, P)
-    place_P = jnp.zeros(P, jnp.int32).at[page_BX.ravel()].set(jnp.arange(B * X, dtype=jnp.int32), mode="drop")
+    place_P = (
+        jnp.zeros(P, jnp.int32)
+        .at[page_BX.ravel()]
+        .set(jnp.arange(B * X, dtype=jnp.int32), mode="drop")
+    )
     owner_P, x_P = place_P // X, place_P % X
     page_BX = jnp.minimum(page_BX, P - 1)
 
@@ -52,36 +60,53 @@ def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestor
     scores_PKZR = jnp.einsum("pkrh,pkzh->pkzr", q_PKRH, k_pool, preferred_element_type=jnp.float32)
     scores_BKRS = scores_PKZR[page_BX].transpose(0, 2, 4, 1, 3).reshape(B, NKV, R, X * Z)
     weights_BKRS = _softmax(scores_BKRS, visible_BTS, H)
-    weights_PKRZ = weights_BKRS.reshape(B, NKV, R, X, Z).transpose(0, 3, 1, 2, 4).reshape(B * X, NKV, R, Z)[place_P]
-    # 0 * NaN is NaN: values of slots that hold nothing must be zeroed themselves, not only their weights.
+    weights_PKRZ = (
+        weights_BKRS.reshape(B, NKV, R, X, Z)
+        .transpose(0, 3, 1, 2, 4)
+        .reshape(B * X, NKV, R, Z)[place_P]
+    )
+    # 0 * NaN is NaN: values of slots that hold nothing must be zeroed themselves, not only their
+    # weights.
     written_PZ = jnp.arange(Z) + (x_P * Z)[:, None] < (start_B + T)[owner_P][:, None]
     v_PKZH = jnp.where(written_PZ[:, None, :, None], v_pool, 0)
-    out_PKRH = jnp.einsum("pkrz,pkzh->pkrh", weights_PKRZ.astype(v_pool.dtype), v_PKZH,
-                          preferred_element_type=jnp.float32)
+    out_PKRH = jnp.einsum(
+        "pkrz,pkzh->pkrh",
+        weights_PKRZ.astype(v_pool.dtype),
+        v_PKZH,
+        preferred_element_type=jnp.float32,
+    )
     out_BXKRH = jnp.where(held_BX[..., None, None, None], out_PKRH[page_BX], 0)
-    # The sum over pages as a product: XLA's CPU compiler (JAX 0.10.2) takes the first row for all where it fuses a sum
-    # with the product that follows it.
-    out_BKRH = jnp.einsum("bx,bxi->bi", jnp.ones((B, X)), out_BXKRH.reshape(B, X, -1), precision="highest")
+    # The sum over pages as a product: XLA's CPU compiler (JAX 0.10.2) takes the first row for all
+    # where it fuses a sum with the product that follows it.
+    out_BKRH = jnp.einsum(
+        "bx,bxi->bi", jnp.ones((B, X)), out_BXKRH.reshape(B, X, -1), precision="highest"
+    )
     return _by_token(out_BKRH.reshape(B, NKV, R, H), T).astype(q_BTNH.dtype)
 
 
 def pages_held(block_table_BX, P: int):
-    """How many pages each sequence holds: int32 `[B]`, those before the first id that is no page of the pool."""
+    """How many pages each sequence holds: int32 `[B]`, those before the first id that is no page of
+    the pool."""
     X = block_table_BX.shape[1]
     held_BX = (block_table_BX >= 0) & (block_table_BX < P)
     return jnp.where(held_BX, X, jnp.arange(X, dtype=jnp.int32)).min(axis=1)
 
 
 def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B, ancestors_BT2=None):
-    """Attention over contiguous keys and values `[B, NKV, S, H]`, of which the slots `held_BS` exist."""
+    """Attention over contiguous keys and values `[B, NKV, S, H]`, of which the slots `held_BS`
+    exist."""
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     visible_BTS, written_BS = _visible(T, held_BS, start_B, ancestors_BT2)
     q_BKRH = _by_kv_head(q_BTNH, k_BKSH.shape[1])
     scores_BKRS = jnp.einsum("bkrh,bksh->bkrs", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
     weights_BKRS = _softmax(scores_BKRS, visible_BTS, H)
     v_BKSH = jnp.where(written_BS[:, None, :, None], v_BKSH, 0)  # as above
-    out_BKRH = jnp.einsum("bkrs,bksh->bkrh", weights_BKRS.astype(v_BKSH.dtype), v_BKSH,
-                          preferred_element_type=jnp.float32)
+    out_BKRH = jnp.einsum(
+        "bkrs,bksh->bkrh",
+        weights_BKRS.astype(v_BKSH.dtype),
+        v_BKSH,
+        preferred_element_type=jnp.float32,
+    )
     return _by_token(out_BKRH, T).astype(q_BTNH.dtype)
 
 
@@ -89,7 +114,9 @@ def _visible(T: int, held_BS, start_B, ancestors_BT2):
     """Which slots each new token attends to, `[B, T, S]`, and which have been written, `[B, S]`."""
     slot_S = jnp.arange(held_BS.shape[1])
     written_BS = (slot_S < (start_B + T)[:, None]) & held_BS
-    new_B1S = (slot_S - start_B[:, None])[:, None]  # which new token sits in the slot; negative where an older one does
+    new_B1S = (slot_S - start_B[:, None])[
+        :, None
+    ]  # which new token sits in the slot; negative where an older one does
     if ancestors_BT2 is None:
         visible_BTS = new_B1S <= jnp.arange(T)[:, None]
     else:
@@ -107,7 +134,11 @@ def _by_kv_head(q_BTNH, NKV: int):
 def _by_token(out_BKRH, T: int):
     """The inverse of `_by_kv_head`."""
     B, NKV, R, H = out_BKRH.shape
-    return out_BKRH.reshape(B, NKV, R // T, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, NKV * R // T, H)
+    return (
+        out_BKRH.reshape(B, NKV, R // T, T, H)
+        .transpose(0, 3, 1, 2, 4)
+        .reshape(B, T, NKV * R // T, H)
+    )
 
 
 def _softmax(scores_BKRS, visible_BTS, H: int):

@@ -1,4 +1,5 @@
-"""Drawing tokens from logits and verifying drafts against them, over a vocabulary or a shard of one."""
+"""Drawing tokens from logits and verifying drafts against them, over a vocabulary or a shard of
+one."""
 
 from specjax.kernels.verify.api import AxisName, Law, draw, leading, reject
 from specjax.kernels.verify.noise import uniform

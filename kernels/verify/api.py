@@ -1,9 +1,11 @@
-"""Public functions of verification. The two passes over the vocabulary are in the implementations beside this file;
-what is small, and what joins the shards of a vocabulary, is here, once for all of them.
+"""Public functions of verification. The two passes over the vocabulary are in the implementations
+beside this file; what is small, and what joins the shards of a vocabulary, is here, once for all of
+them.
 
-Bytes: `draw` reads each row of logits once. `reject` reads single logits, and then one row of the target and one of
-the draft, for the token that follows the accepted drafts. Neither writes anything of the vocabulary's size, and of that
-size nothing crosses from shard to shard: a few numbers per row do.
+Bytes: `draw` reads each row of logits once. `reject` reads single logits, and then one row of the
+target and one of the draft, for the token that follows the accepted drafts. Neither writes anything
+of the vocabulary's size, and of that size nothing crosses from shard to shard: a few numbers per
+row do.
 """
 
 from __future__ import annotations
@@ -14,23 +16,35 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels import dispatch
-from specjax.kernels.verify.partial import MASKED, Scan, finite, inverse, join_races, join_scans, usable
+from specjax.kernels.verify.partial import (
+    MASKED,
+    Scan,
+    finite,
+    inverse,
+    join_races,
+    join_scans,
+    usable,
+)
 
 NO_LIMIT = 2**31 - 1
 
-AxisName = str | tuple[str, ...] | None  # of the mesh; a shard's number counts its axes from the left
+AxisName = (
+    str | tuple[str, ...] | None
+)  # of the mesh; a shard's number counts its axes from the left
 
 
 class Law(NamedTuple):
-    """Laws of tokens, without writing them out: exp((logit - largest) / temperature) / total where the logit reaches
-    the threshold, and 0 elsewhere. It does not say which ids were valid: whoever made it does, to `reject`.
+    """Laws of tokens, without writing them out: exp((logit - largest) / temperature) / total where
+    the logit reaches the threshold, and 0 elsewhere. It does not say which ids were valid: whoever
+    made it does, to `reject`.
 
     Attributes:
       logits_BTV: float32, bfloat16 or float16; with shards, this one's.
       threshold_BT: float32, the least logit that may be drawn.
-      largest_BT: float32, the largest logit of the whole vocabulary that may be drawn, see `usable`.
-      total_BT: float32, sum over the whole vocabulary of exp((logit - largest) / temperature), from the threshold on;
-        None without temperature.
+      largest_BT: float32, the largest logit of the whole vocabulary that may be drawn, see
+        `usable`.
+      total_BT: float32, sum over the whole vocabulary of exp((logit - largest) / temperature), from
+        the threshold on; None without temperature.
     """
 
     logits_BTV: jax.Array
@@ -39,19 +53,30 @@ class Law(NamedTuple):
     total_BT: jax.Array | None
 
 
-def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: jax.Array | None,
-         key_BT2: jax.Array | None, *, num_valid: int | None = None, axis_name: AxisName = None,
-         implementation: str | None = None) -> tuple[jax.Array, Law]:
-    """Draws tokens from softmax(logits / temperature), restricted to the logits that reach a threshold.
+def draw(
+    logits_BTV: jax.Array,
+    temperature_B: jax.Array | None,
+    threshold_BT: jax.Array | None,
+    key_BT2: jax.Array | None,
+    *,
+    num_valid: int | None = None,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Law]:
+    """Draws tokens from softmax(logits / temperature), restricted to the logits that reach a
+    threshold.
 
-    The noise of token i under a key is a function of the key and i alone (`noise.exponential`): laws drawn with the
+    The noise of token i under a key is a function of the key and i alone (`noise.exponential`):
+      laws drawn with the
     same key agree as often as their shapes let them, however the vocabulary is split.
 
     Args:
       logits_BTV: `[B, T, V]`, V the size of the shard where `axis_name` is given.
-      temperature_B: float32; 0 takes the first most likely token. None for 0 in all rows, which costs least.
+      temperature_B: float32; 0 takes the first most likely token. None for 0 in all rows, which
+        costs least.
       threshold_BT: float32; None lets every logit pass.
-      key_BT2: int32, two words per token to draw; None takes the first most likely token whatever the temperature.
+      key_BT2: int32, two words per token to draw; None takes the first most likely token whatever
+        the temperature.
       num_valid: token ids at or above it are never drawn (static); None for all.
       axis_name: mesh axis, or axes, over which the vocabulary is split, inside `jax.shard_map`.
       implementation: see `dispatch.choose`.
@@ -60,18 +85,27 @@ def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: j
       int32 `[B, T]`, and the laws.
 
     Raises:
-      ValueError: shapes that do not fit together, or an implementation that does not exist or cannot run here.
+      ValueError: shapes that do not fit together, or an implementation that does not exist or
+        cannot run here.
     """
     B, T, V = logits_BTV.shape
-    _check_shapes(temperature_B=(temperature_B, (B,)), threshold_BT=(threshold_BT, (B, T)),
-                  key_BT2=(key_BT2, (B, T, 2)))
+    _check_shapes(
+        temperature_B=(temperature_B, (B,)),
+        threshold_BT=(threshold_BT, (B, T)),
+        key_BT2=(key_BT2, (B, T, 2)),
+    )
     if threshold_BT is None:
         threshold_BT = jnp.full((B, T), MASKED, jnp.float32)
     temperature_R = None if temperature_B is None else jnp.repeat(temperature_B, T)
     noise = temperature_B is not None and key_BT2 is not None
     parts = _passes(implementation).scan(
-        logits_BTV.reshape(B * T, V), temperature_R, threshold_BT.reshape(-1),
-        key_BT2.reshape(-1, 2) if noise else None, _first_token(V, axis_name), _limit(num_valid))  # fmt: skip
+        logits_BTV.reshape(B * T, V),
+        temperature_R,
+        threshold_BT.reshape(-1),
+        key_BT2.reshape(-1, 2) if noise else None,
+        _first_token(V, axis_name),
+        _limit(num_valid),
+    )
     scan = join_scans(parts, temperature_R, noise)
     if axis_name:
         scan = join_scans(_gather(scan, axis_name), temperature_R, noise)
@@ -79,23 +113,35 @@ def draw(logits_BTV: jax.Array, temperature_B: jax.Array | None, threshold_BT: j
     return scan.token, Law(logits_BTV, threshold_BT, scan.largest, scan.total)
 
 
-def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.Array,
-           draft_law: tuple[Law, ...] | None, temperature_B: jax.Array, u_BK: jax.Array, key_BT2: jax.Array, *,
-           num_valid: int | None = None, axis_name: AxisName = None,
-           implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Speculative rejection sampling (Leviathan et al. 2023, algorithm 1) of a chain of K >= 1 drafts.
+def reject(
+    law: Law,
+    likeliest_BT: jax.Array,
+    draft_BK: jax.Array,
+    count_B: jax.Array,
+    draft_law: tuple[Law, ...] | None,
+    temperature_B: jax.Array,
+    u_BK: jax.Array,
+    key_BT2: jax.Array,
+    *,
+    num_valid: int | None = None,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Speculative rejection sampling (Leviathan et al. 2023, algorithm 1) of a chain of K >= 1
+    drafts.
 
-    Draft d is accepted if u q(d) < p(d) and q(d) is a positive finite number, which is false only for a draft that
-    was not drawn from q, such as one of logits that are NaN. The first that is not is replaced by a draw from max(p - q, 0), or
-    from p where its q is no such number; after the last, a token is drawn from the target's own law.
+    Draft d is accepted if u q(d) < p(d) and q(d) is a positive finite number, which is false only
+    for a draft that was not drawn from q, such as one of logits that are NaN. The first that is not
+    is replaced by a draw from max(p - q, 0), or from p where its q is no such number; after the
+    last, a token is drawn from the target's own law.
 
     Args:
       law: the target's laws p after the pending token and after each draft, T = K + 1 of them, and
       likeliest_BT: its most likely tokens, both from `draw` without keys.
       draft_BK: int32 drafts.
       count_B: int32, how many of them are real; the others are never accepted.
-      draft_law: the K laws q that they were drawn from, as `draw` returned them, but without the axis T: `[B, V]` and
-        `[B]`; None for guesses that were not drawn (q is one on the guess).
+      draft_law: the K laws q that they were drawn from, as `draw` returned them, but without the
+        axis T: `[B, V]` and `[B]`; None for guesses that were not drawn (q is one on the guess).
       temperature_B: float32, the one of the laws; at 0 both are one on their most likely token.
       u_BK: float32 uniforms of [0, 1).
       key_BT2: int32, keys of the noise that draws the token at each place.
@@ -105,13 +151,20 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
       The number of accepted drafts and the token that follows them, int32 `[B]` each.
 
     Raises:
-      ValueError: shapes that do not fit together, or an implementation that does not exist or cannot run here.
+      ValueError: shapes that do not fit together, or an implementation that does not exist or
+        cannot run here.
     """
     B, T, V = law.logits_BTV.shape
     K = T - 1
-    _check_shapes(draft_BK=(draft_BK, (B, K)), count_B=(count_B, (B,)), temperature_B=(temperature_B, (B,)),
-                  u_BK=(u_BK, (B, K)), likeliest_BT=(likeliest_BT, (B, T)), key_BT2=(key_BT2, (B, T, 2)),
-                  **{f"draft_law[{k}]": (q.logits_BTV, (B, V)) for k, q in enumerate(draft_law or ())})
+    _check_shapes(
+        draft_BK=(draft_BK, (B, K)),
+        count_B=(count_B, (B,)),
+        temperature_B=(temperature_B, (B,)),
+        u_BK=(u_BK, (B, K)),
+        likeliest_BT=(likeliest_BT, (B, T)),
+        key_BT2=(key_BT2, (B, T, 2)),
+        **{f"draft_law[{k}]": (q.logits_BTV, (B, V)) for k, q in enumerate(draft_law or ())},
+    )
     if draft_law is not None and len(draft_law) != K:
         raise ValueError(f"draft_law has {len(draft_law)} laws for {K} drafts")
     first_token, num_valid = _first_token(V, axis_name), _limit(num_valid)
@@ -121,11 +174,18 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
         return _probability(law, token_BK, temperature_B, first_token, num_valid, axis_name)
 
     chain = jax.tree.map(lambda x_BT: x_BT[:, :K], law)
-    p_BK = jnp.where(greedy_B[:, None], draft_BK == likeliest_BT[:, :K], probability(chain, draft_BK))
+    p_BK = jnp.where(
+        greedy_B[:, None], draft_BK == likeliest_BT[:, :K], probability(chain, draft_BK)
+    )
     q_BK, drawn_BK = jnp.ones(draft_BK.shape), True
     if draft_law is not None:
-        q_BK = jnp.concatenate([probability(jax.tree.map(lambda x: x[:, None], q), draft_BK[:, k : k + 1])
-                                for k, q in enumerate(draft_law)], axis=1)  # fmt: skip
+        q_BK = jnp.concatenate(
+            [
+                probability(jax.tree.map(lambda x: x[:, None], q), draft_BK[:, k : k + 1])
+                for k, q in enumerate(draft_law)
+            ],
+            axis=1,
+        )
         q_BK = jnp.where(greedy_B[:, None], 1, q_BK)
         drawn_BK = jnp.stack([usable(q.largest_BT) for q in draft_law], axis=1)
     # As a product, so that u = 0 accepts whatever the target can emit, and nothing else.
@@ -133,12 +193,22 @@ def reject(law: Law, likeliest_BT: jax.Array, draft_BK: jax.Array, count_B: jax.
     accepted_B = leading(drawn_BK & (u_BK * q_BK < p_BK), count_B)
 
     def at(x_BTx, index_B):
-        return jnp.take_along_axis(x_BTx, index_B.reshape(-1, *[1] * (x_BTx.ndim - 1)), axis=1)[:, 0]
+        return jnp.take_along_axis(x_BTx, index_B.reshape(-1, *[1] * (x_BTx.ndim - 1)), axis=1)[
+            :, 0
+        ]
 
     rejected_B = jnp.minimum(accepted_B, K - 1)
     q = at(draft_BK, rejected_B) if draft_law is None else draft_law
     parts = _passes(implementation).residual(
-        law, q, accepted_B, (accepted_B < count_B) & at(drawn_BK, rejected_B), temperature_B, at(key_BT2, accepted_B), first_token, num_valid)
+        law,
+        q,
+        accepted_B,
+        (accepted_B < count_B) & at(drawn_BK, rejected_B),
+        temperature_B,
+        at(key_BT2, accepted_B),
+        first_token,
+        num_valid,
+    )
     race = join_races(parts)
     if axis_name:
         race = join_races(_gather(race, axis_name))
@@ -188,5 +258,6 @@ def _gather(parts, axis_name: AxisName):
     leaves, treedef = jax.tree.flatten(parts)
     words_RN = jnp.stack([jax.lax.bitcast_convert_type(x_R, jnp.int32) for x_R in leaves], axis=1)
     words_RSN = jax.lax.all_gather(words_RN, axis_name, axis=1)
-    return treedef.unflatten(jax.lax.bitcast_convert_type(words_RSN[..., i], x_R.dtype)
-                             for i, x_R in enumerate(leaves))
+    return treedef.unflatten(
+        jax.lax.bitcast_convert_type(words_RSN[..., i], x_R.dtype) for i, x_R in enumerate(leaves)
+    )

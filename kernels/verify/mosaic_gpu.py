@@ -1,7 +1,7 @@
 """The two passes over a vocabulary as Pallas kernels for Mosaic GPU.
 
-A block of 128 threads reads one tile of one row into registers, with 16-byte loads where the row allows them, and
-leaves a few numbers of it. Tiles are joined outside, see `partial`.
+A block of 128 threads reads one tile of one row into registers, with 16-byte loads where the row
+allows them, and leaves a few numbers of it. Tiles are joined outside, see `partial`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ THREADS = 128
 TILE = 2048  # 16 numbers per thread: with noise 127 registers, so that four blocks share a processor; 32 take 250
 
 
-def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: int, *, interpret=None) -> Scan:
-    """See `xla.scan`; one part per tile. `interpret` is for tests: parameters of the Mosaic GPU interpreter."""
+def scan(
+    logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: int, *, interpret=None
+) -> Scan:
+    """See `xla.scan`; one part per tile. `interpret` is for tests: parameters of the Mosaic GPU
+    interpreter."""
     tiles = _Tiles(logits_RV)
     logits_RV, R = tiles.pad(logits_RV), logits_RV.shape[0]
     sampled, noise = temperature_R is not None, key_R2 is not None
@@ -50,13 +53,17 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
 
     dtypes = [jnp.float32] * (3 if sampled else 2) + [jnp.int32]
     out = _call(body, "verify_scan", dtypes, R, tiles, interpret)(
-        logits_RV, temperature_R, threshold_R, key_R2, first_token.reshape(1))
+        logits_RV, temperature_R, threshold_R, key_R2, first_token.reshape(1)
+    )
     return Scan(*out) if sampled else Scan(out[0], None, *out[1:])
 
 
-def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_valid: int, *, interpret=None) -> Race:
-    """See `xla.residual`; one part per tile. Blocks of a row of temperature 0 end at once and write nothing: what is
-    in their outputs, NaN perhaps, goes no further than a token that `api.reject` does not take."""
+def residual(
+    p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_valid: int, *, interpret=None
+) -> Race:
+    """See `xla.residual`; one part per tile. Blocks of a row of temperature 0 end at once and write
+    nothing: what is in their outputs, NaN perhaps, goes no further than a token that `api.reject`
+    does not take."""
     drafts = list(q) if isinstance(q, tuple) else []
     tiles = _Tiles(p.logits_BTV, *(law.logits_BTV for law in drafts))
     logits = [tiles.pad(law.logits_BTV) for law in (p, *drafts)]
@@ -65,15 +72,30 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
 
     def statistics(row_B, *columns_BT):
         """Threshold, largest logit and total of the row in question, `[B, 3]`."""
-        return jnp.concatenate([jnp.take_along_axis(x_BT, row_B[:, None], axis=1) for x_BT in columns_BT], axis=1)
+        return jnp.concatenate(
+            [jnp.take_along_axis(x_BT, row_B[:, None], axis=1) for x_BT in columns_BT], axis=1
+        )
 
     law_B3 = statistics(row_B, *p[1:])
     draft_B3 = law_B3
     if drafts:
-        draft_B3 = statistics(draft_row_B, *(jnp.stack(x_B, axis=1) for x_B in list(zip(*drafts, strict=True))[1:]))
+        draft_B3 = statistics(
+            draft_row_B, *(jnp.stack(x_B, axis=1) for x_B in list(zip(*drafts, strict=True))[1:])
+        )
 
-    def body(row_ref, draft_row_ref, subtract_ref, guess_ref, temperature_ref, key_ref, first_ref, law_ref, draft_ref,
-             x_ref, *refs):  # fmt: skip
+    def body(
+        row_ref,
+        draft_row_ref,
+        subtract_ref,
+        guess_ref,
+        temperature_ref,
+        key_ref,
+        first_ref,
+        law_ref,
+        draft_ref,
+        x_ref,
+        *refs,
+    ):
         draft_refs, out_refs, staged = refs[: len(drafts)], refs[len(drafts) : -1], refs[-1]
         tile, b = lax.axis_index("tile"), lax.axis_index("row")
 
@@ -88,7 +110,9 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
                 return jnp.where(inside & (x >= law_ref[b, 0]), weight, 0.0)
 
             law = dense(tiles.load(x_ref, (b, row_ref[b]), place), law_ref)
-            for k, ref in enumerate(draft_refs):  # each an array of its own: only the one that counts is read
+            for k, ref in enumerate(
+                draft_refs
+            ):  # each an array of its own: only the one that counts is read
 
                 @pl.when(draft_row_ref[b] == k)
                 def _(ref=ref):
@@ -97,17 +121,41 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
             other = jnp.where(token == guess_ref[b], 1.0, 0.0)
             if drafts:
                 other = dense(tiles.load(staged, (), 0), draft_ref)
-            rest = jnp.maximum(law - jnp.where(subtract_ref[b] > 0.0, other, 0.0), 0.0)  # 0 * NaN is NaN
+            rest = jnp.maximum(
+                law - jnp.where(subtract_ref[b] > 0.0, other, 0.0), 0.0
+            )  # 0 * NaN is NaN
             noise = exponential(key_ref[b, 0], key_ref[b, 1], token)
-            out = [jnp.sum(jnp.where(inside, rest, 0.0)), *_best(rest / noise, token), *_best(law / noise, token)]
+            out = [
+                jnp.sum(jnp.where(inside, rest, 0.0)),
+                *_best(rest / noise, token),
+                *_best(law / noise, token),
+            ]
             for ref, number in zip(out_refs, out, strict=True):
                 ref[b, tile] = number
 
     dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.int32]
-    return Race(*_call(body, "verify_residual", dtypes, row_B.shape[0], tiles, interpret,
-                       scratch_types=[plgpu.SMEM((tiles.size,), jnp.float32)])(
-        row_B, draft_row_B, subtract_B.astype(jnp.float32), guess_B, temperature_B, key_B2, first_token.reshape(1),
-        law_B3, draft_B3, *logits))
+    return Race(
+        *_call(
+            body,
+            "verify_residual",
+            dtypes,
+            row_B.shape[0],
+            tiles,
+            interpret,
+            scratch_types=[plgpu.SMEM((tiles.size,), jnp.float32)],
+        )(
+            row_B,
+            draft_row_B,
+            subtract_B.astype(jnp.float32),
+            guess_B,
+            temperature_B,
+            key_B2,
+            first_token.reshape(1),
+            law_B3,
+            draft_B3,
+            *logits,
+        )
+    )
 
 
 class _Tiles:
@@ -124,11 +172,16 @@ class _Tiles:
     def pad(self, x):
         """The array with at least as many columns as there are threads."""
         missing = self.V - x.shape[-1]
-        return x if missing == 0 else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+        return (
+            x
+            if missing == 0
+            else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+        )
 
     def place(self, tile, first_token, num_valid: int):
-        """Of a tile: where it is read from, its token ids, and which of them count, inside of it and below
-        `num_valid`. The last tile is read from where it fits, and overlaps the one before."""
+        """Of a tile: where it is read from, its token ids, and which of them count, inside of it
+        and below `num_valid`. The last tile is read from where it fits, and overlaps the one
+        before."""
         first = tile * self.size
         start = jnp.minimum(first, self.V - self.size)
         start = pl.multiple_of(start, math.gcd(self.V, self.size))
@@ -153,6 +206,11 @@ def _best(value, token):
 def _call(body, name: str, dtypes, num_rows: int, tiles: _Tiles, interpret, **options):
     """A kernel that leaves a number of each dtype per row and tile."""
     options |= {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(body, out_type=[jax.ShapeDtypeStruct((num_rows, tiles.count), dtype) for dtype in dtypes],
-                        grid=(tiles.count, num_rows), grid_names=("tile", "row"),  # CUDA limits all axes but the last
-                        kernel_name=name, **options)  # fmt: skip
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((num_rows, tiles.count), dtype) for dtype in dtypes],
+        grid=(tiles.count, num_rows),
+        grid_names=("tile", "row"),  # CUDA limits all axes but the last
+        kernel_name=name,
+        **options,
+    )

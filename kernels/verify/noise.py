@@ -1,6 +1,8 @@
-"""Random numbers as functions of a key and a counter: the same in plain jax.numpy and inside a kernel.
+"""Random numbers as functions of a key and a counter: the same in plain jax.numpy and inside a
+kernel.
 
-Only 32-bit integer and float operations are used, on int32 (which wraps around), so that both give the same words.
+Only 32-bit integer and float operations are used, on int32 (which wraps around), so that both give
+the same words.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ PARITY = 0x1BD11BDA
 
 
 def threefry2x32(key0, key1, count0, count1):
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3").
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2,
+    3").
 
     Args:
       key0, key1, count0, count1: int32 scalars or arrays that broadcast.
@@ -26,7 +29,9 @@ def threefry2x32(key0, key1, count0, count1):
     for group in range(5):
         for rotation in ROTATIONS[group % 2]:
             x0 = x0 + x1
-            rotated = lax.shift_left(x1, jnp.int32(rotation)) | lax.shift_right_logical(x1, jnp.int32(32 - rotation))
+            rotated = lax.shift_left(x1, jnp.int32(rotation)) | lax.shift_right_logical(
+                x1, jnp.int32(32 - rotation)
+            )
             x1 = x0 ^ rotated
         x0 = x0 + keys[(group + 1) % 3]
         x1 = x1 + keys[(group + 2) % 3] + jnp.int32(group + 1)
@@ -34,22 +39,27 @@ def threefry2x32(key0, key1, count0, count1):
 
 
 def uniform(key_R2):
-    """One uniform of [0, 1) per key, float32 `[R]`, a multiple of 2^-24: it can be exactly 0, never 1."""
+    """One uniform of [0, 1) per key, float32 `[R]`, a multiple of 2^-24: it can be exactly 0, never
+    1."""
     zero = jnp.int32(0)
-    return _high_bits(threefry2x32(key_R2[..., 0], key_R2[..., 1], zero, zero)[0]) * jnp.float32(2**-24)
+    return _high_bits(threefry2x32(key_R2[..., 0], key_R2[..., 1], zero, zero)[0]) * jnp.float32(
+        2**-24
+    )
 
 
 def exponential(key0, key1, token):
     """An exponential variate (of mean 1) for each token id under a key, float32 in (2^-50, 17).
 
-    The race for the smallest exponential over weight draws a token in proportion to its weight, which is the
-    Gumbel-max trick without its outer logarithm: argmax w / E. What decides the race of an unlikely token is a small
-    E, so that is where it is fine-grained: E = -log(1 - v) with 48 bits in v.
+    The race for the smallest exponential over weight draws a token in proportion to its weight,
+    which is the Gumbel-max trick without its outer logarithm: argmax w / E. What decides the race
+    of an unlikely token is a small E, so that is where it is fine-grained: E = -log(1 - v) with 48
+    bits in v.
     """
     high, low = threefry2x32(key0, key1, token, jnp.int32(0))
     v = (_high_bits(high) + (_high_bits(low) + 0.5) * jnp.float32(2**-24)) * jnp.float32(2**-24)
     v = jnp.minimum(v, jnp.float32(1 - 2**-24))
-    # -log(1 - v) by its series where the subtraction would round v away; the next term is below 2^-24 of the sum.
+    # -log(1 - v) by its series where the subtraction would round v away; the next term is below
+    # 2^-24 of the sum.
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
     return jnp.where(v < 1 / 16, series, -jnp.log(1 - v))
 

@@ -1,6 +1,8 @@
-"""What one pass over a part of the vocabulary leaves of it, a few numbers per row, and how parts become a whole.
+"""What one pass over a part of the vocabulary leaves of it, a few numbers per row, and how parts
+become a whole.
 
-Parts are tiles of a kernel and shards of a mesh. Their arrays have the parts on the last axis, in order.
+Parts are tiles of a kernel and shards of a mesh. Their arrays have the parts on the last axis, in
+order.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ def finite(logits):
 
 
 def inverse(temperature):
-    """1 / temperature, finite for the smallest of them too; 1 for 0, whose rows mean nothing where this is used."""
+    """1 / temperature, finite for the smallest of them too; 1 for 0, whose rows mean nothing where
+    this is used."""
     return jnp.minimum(1.0 / jnp.where(temperature == 0.0, 1.0, temperature), 1e38)
 
 
 def usable(largest):
-    """Whether a token can be drawn from logits with this `Scan.largest`: none was NaN, and one was above -inf."""
+    """Whether a token can be drawn from logits with this `Scan.largest`: none was NaN, and one was
+    above -inf."""
     return largest > MASKED
 
 
@@ -34,7 +38,8 @@ class Scan(NamedTuple):
     Attributes:
       largest: the largest logit that may be drawn; NaN where a logit that may be drawn is NaN.
       total: sum of the weights exp((logit - largest) / temperature); None without temperature.
-      best: the largest value: of the race, weight / noise, where there is noise, and else of the logits.
+      best: the largest value: of the race, weight / noise, where there is noise, and else of the
+        logits.
       token: int32, the first token that has it.
     """
 
@@ -67,13 +72,23 @@ def join_scans(parts: Scan, temperature_R: jax.Array | None, noise: bool) -> Sca
         best, token = _winner(parts.best, parts.token)
         return Scan(largest_R1[:, 0], None, best, token)
     scale_RS = jnp.exp((parts.largest - largest_R1) * inverse(temperature_R)[:, None])
-    best_RS = jnp.where(temperature_R[:, None] == 0, parts.best, parts.best * scale_RS) if noise else parts.best
-    return Scan(largest_R1[:, 0], (parts.total * scale_RS).sum(axis=-1), *_winner(best_RS, parts.token))
+    best_RS = (
+        jnp.where(temperature_R[:, None] == 0, parts.best, parts.best * scale_RS)
+        if noise
+        else parts.best
+    )
+    return Scan(
+        largest_R1[:, 0], (parts.total * scale_RS).sum(axis=-1), *_winner(best_RS, parts.token)
+    )
 
 
 def join_races(parts: Race) -> Race:
     """One race `[B]` of races `[B, S]`."""
-    return Race(parts.mass.sum(axis=-1), *_winner(parts.best, parts.token), *_winner(parts.own_best, parts.own_token))
+    return Race(
+        parts.mass.sum(axis=-1),
+        *_winner(parts.best, parts.token),
+        *_winner(parts.own_best, parts.own_token),
+    )
 
 
 def _winner(best_RS, token_RS):

@@ -1,4 +1,5 @@
-"""The two passes over a vocabulary in plain jax.numpy: the reference, and what runs where no kernel of ours can."""
+"""The two passes over a vocabulary in plain jax.numpy: the reference, and what runs where no kernel
+of ours can."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def scan(logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: 
     largest_R1 = x_RV.max(axis=-1, keepdims=True)
     total_R1, value_RV = None, x_RV
     if temperature_R is not None:
-        weight_RV = jnp.where(kept_RV, jnp.exp((x_RV - largest_R1) * inverse(temperature_R)[:, None]), 0)
+        weight_RV = jnp.where(
+            kept_RV, jnp.exp((x_RV - largest_R1) * inverse(temperature_R)[:, None]), 0
+        )
         total_R1 = weight_RV.sum(axis=-1, keepdims=True)
         if key_R2 is not None:
             race_RV = weight_RV / exponential(key_R2[:, :1], key_R2[:, 1:], token_V)
@@ -47,7 +50,8 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
       q: the laws of the K drafts, or where they have none the guess in question, int32 `[B]`.
       row_B: int32, which of the T laws; the draft's is the same one, or the last.
       subtract_B: bool, whether there is anything to subtract.
-      temperature_B, key_B2, first_token, num_valid: as for `scan`. Rows of temperature 0 mean nothing.
+      temperature_B, key_B2, first_token, num_valid: as for `scan`. Rows of temperature 0 mean
+        nothing.
 
     Returns:
       A race `[B, S]` of S parts, here one.
@@ -56,10 +60,14 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
 
     def dense(law):
         rows_B1 = jnp.minimum(row_B, law.logits_BTV.shape[1] - 1)[:, None]
-        threshold_B1, largest_B1, total_B1 = (jnp.take_along_axis(x_BT, rows_B1, axis=1) for x_BT in law[1:])
+        threshold_B1, largest_B1, total_B1 = (
+            jnp.take_along_axis(x_BT, rows_B1, axis=1) for x_BT in law[1:]
+        )
         x_BV = finite(jnp.take_along_axis(law.logits_BTV, rows_B1[..., None], axis=1)[:, 0])
         kept_BV = (x_BV >= threshold_B1) & (token_V < num_valid)
-        return jnp.where(kept_BV, jnp.exp((x_BV - largest_B1) * inverse(temperature_B)[:, None]) / total_B1, 0)
+        return jnp.where(
+            kept_BV, jnp.exp((x_BV - largest_B1) * inverse(temperature_B)[:, None]) / total_B1, 0
+        )
 
     p_BV = dense(p)
     if isinstance(q, tuple):
@@ -75,11 +83,15 @@ def residual(p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_va
 def _best(value_RV, token_V):
     """The largest value of each row, and the first token that has it.
 
-    XLA's CPU compiler would work out what `jnp.argmax` reads inside its loop, one number at a time: noise took four
-    times as long.
+    XLA's CPU compiler would work out what `jnp.argmax` reads inside its loop, one number at a time:
+    noise took four times as long.
     """
-    value_RV = jax.lax.optimization_barrier(value_RV)  # worked out once: rounded otherwise, no token would be the best
+    value_RV = jax.lax.optimization_barrier(
+        value_RV
+    )  # worked out once: rounded otherwise, no token would be the best
     best_R1 = value_RV.max(axis=-1, keepdims=True)
     last = value_RV.shape[1] - 1
-    index_R1 = jnp.where(value_RV == best_R1, jnp.arange(last + 1), last).min(axis=-1, keepdims=True)
+    index_R1 = jnp.where(value_RV == best_R1, jnp.arange(last + 1), last).min(
+        axis=-1, keepdims=True
+    )
     return best_R1, token_V[index_R1]

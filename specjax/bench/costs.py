@@ -58,15 +58,27 @@ def eager(drafter: Drafter) -> Drafter:
     return drafter._replace(propose=propose)
 
 
-def measure(target: Model, K: int, parts: Sequence[tuple[Drafter, Any]], *, batch_size: int, length: int,
-            temperature: float, verify: str, page_size: int, implementation: str | None, repeats: int) -> Costs:
-    """Times plain steps, rounds of a drafter that costs nothing, and rounds of real ones, in turn; `ROUNDS` of each in
-    a call, so that what calling costs counts as little as in decoding.
+def measure(
+    target: Model,
+    K: int,
+    parts: Sequence[tuple[Drafter, Any]],
+    *,
+    batch_size: int,
+    length: int,
+    temperature: float,
+    verify: str,
+    page_size: int,
+    implementation: str | None,
+    repeats: int,
+) -> Costs:
+    """Times plain steps, rounds of a drafter that costs nothing, and rounds of real ones, in turn;
+    `ROUNDS` of each in a call, so that what calling costs counts as little as in decoding.
 
     Args:
       target: the model.
       K: drafts per round.
-      parts: drafters and their parameters. Each is timed alone, running in every round, and what they cost is added.
+      parts: drafters and their parameters. Each is timed alone, running in every round, and what
+        they cost is added.
       batch_size: rows.
       length: tokens of each row at the start.
       temperature: of all rows; 0 is greedy.
@@ -75,35 +87,68 @@ def measure(target: Model, K: int, parts: Sequence[tuple[Drafter, Any]], *, batc
     """
     slots = generation.bucket(length + ROUNDS * (K + 1))
     rows = np.full(batch_size, 1)
-    tokens_BS = np.random.default_rng(0).integers(0, target.num_valid_tokens, (batch_size, slots)).astype(np.int32)
-    noise = sampling.SamplingParams((0 * rows).astype(np.uint32),
-                                    np.full(batch_size, temperature, np.float32) if temperature else None)
-    arrays = sharding.put((tokens_BS, (length * rows).astype(np.int32), (slots * rows).astype(np.int32),
-                           np.full((batch_size, 1), -1, np.int32), noise), target.mesh)
+    tokens_BS = (
+        np.random.default_rng(0)
+        .integers(0, target.num_valid_tokens, (batch_size, slots))
+        .astype(np.int32)
+    )
+    noise = sampling.SamplingParams(
+        (0 * rows).astype(np.uint32),
+        np.full(batch_size, temperature, np.float32) if temperature else None,
+    )
+    arrays = sharding.put(
+        (
+            tokens_BS,
+            (length * rows).astype(np.int32),
+            (slots * rows).astype(np.int32),
+            np.full((batch_size, 1), -1, np.int32),
+            noise,
+        ),
+        target.mesh,
+    )
 
     def rounds(drafter, params=None, count=ROUNDS):
-        cfg = DecodeConfig(target.config, drafter, verify, target.num_valid_tokens, page_size, implementation,
-                           target.mesh)
+        cfg = DecodeConfig(
+            target.config,
+            drafter,
+            verify,
+            target.num_valid_tokens,
+            page_size,
+            implementation,
+            target.mesh,
+        )
         limit = sharding.put(np.int32(count), target.mesh)
         start = decode.init_jit(target.params, params, cfg, *arrays, 64)
 
         def prepare():
-            state = jax.block_until_ready(jax.tree.map(jnp.copy, start))  # the loop takes over its buffers
+            state = jax.block_until_ready(
+                jax.tree.map(jnp.copy, start)
+            )  # the loop takes over its buffers
             return lambda: decode.generate_jit(target.params, params, cfg, state, limit)
 
         return prepare
 
     times = timing.interleaved(
-        {"plain": rounds(None), "one": rounds(None, count=1), "verify": rounds(free(K)),
-         **{i: rounds(eager(drafter), params) for i, (drafter, params) in enumerate(parts)}}, repeats)
+        {
+            "plain": rounds(None),
+            "one": rounds(None, count=1),
+            "verify": rounds(free(K)),
+            **{i: rounds(eager(drafter), params) for i, (drafter, params) in enumerate(parts)},
+        },
+        repeats,
+    )
     plain, one, verify, *drafting = times.values()
-    return Costs(plain / ROUNDS, sum(seconds - verify for seconds in drafting) / K / plain, verify / plain,
-                 one - plain / ROUNDS)
+    return Costs(
+        plain / ROUNDS,
+        sum(seconds - verify for seconds in drafting) / K / plain,
+        verify / plain,
+        one - plain / ROUNDS,
+    )
 
 
 def predicted_speedup(stats: Acceptance, costs: Costs, K: int) -> float:
-    """(1 - α^(K+1)) / ((1 - α)(K c + v)), the standard formula (Leviathan et al. 2023, theorem 3.8), where rounds in
-    which the drafter had nothing to say count as plain steps."""
+    """(1 - α^(K+1)) / ((1 - α)(K c + v)), the standard formula (Leviathan et al. 2023, theorem
+    3.8), where rounds in which the drafter had nothing to say count as plain steps."""
     share = stats.rounds_with_drafts / stats.num_rounds
     tokens = share * expected_tokens(stats.rate, K) + (1 - share) if share else 1.0
     return tokens / (share * (K * costs.draft + costs.verify) + (1 - share))

@@ -1,4 +1,5 @@
-"""What speculation brings, by kind of text, drafter and temperature, and what the formula says it should."""
+"""What speculation brings, by kind of text, drafter and temperature, and what the formula says it
+should."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from specjax.errors import SpecJAXError
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One domain, drafter and temperature. Rates are tokens per second of the decode loops, medians over repeats.
+    """One domain, drafter and temperature. Rates are tokens per second of the decode loops, medians
+    over repeats.
 
     Attributes:
       domain: of the prompts.
@@ -56,16 +58,25 @@ class Row:
         return self.speculative / self.plain
 
 
-def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], drafters: dict[str, dict[str, Any]], *,
-              temperatures: Sequence[float], max_new_tokens: int, repeats: int, common: dict[str, Any], seed: int = 0,
-              on_run: Callable[[], None] | None = None) -> list[Row]:
+def by_domain(
+    target: Model,
+    prompts: Sequence[tuple[str, tuple[int, ...]]],
+    drafters: dict[str, dict[str, Any]],
+    *,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    repeats: int,
+    common: dict[str, Any],
+    seed: int = 0,
+    on_run: Callable[[], None] | None = None,
+) -> list[Row]:
     """Every prompt alone, plainly and with each drafter in turn.
 
     Args:
       target: the model.
       prompts: (domain, token ids).
-      drafters: by name, the arguments "drafter", "draft", "num_speculative_tokens" and "drafter_options" of
-        `generation.generate`.
+      drafters: by name, the arguments "drafter", "draft", "num_speculative_tokens" and
+        "drafter_options" of `generation.generate`.
       temperatures: to decode at.
       max_new_tokens: per prompt; end-of-sequence tokens end a text, as they do for users.
       repeats: runs of everything.
@@ -78,11 +89,19 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
     """
 
     def named(name, arguments):
-        options = {option: value for option, value in (arguments.get("drafter_options") or {}).items()
-                   if name == arguments["drafter"] or option in base.option_types(name)}
-        return generation.named_drafter(name, target, arguments.get("draft") if any(base.needs(name)) else None,
-                                        arguments["num_speculative_tokens"], common["implementation"],
-                                        options)
+        options = {
+            option: value
+            for option, value in (arguments.get("drafter_options") or {}).items()
+            if name == arguments["drafter"] or option in base.option_types(name)
+        }
+        return generation.named_drafter(
+            name,
+            target,
+            arguments.get("draft") if any(base.needs(name)) else None,
+            arguments["num_speculative_tokens"],
+            common["implementation"],
+            options,
+        )
 
     for arguments in drafters.values():
         named(arguments["drafter"], arguments)  # or an error, before anything is decoded
@@ -90,15 +109,22 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
     found: dict[tuple, list] = {}
     for temperature in temperatures:
         for number, (domain, ids) in enumerate(prompts):
-            options = dict(prompts=[ids], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed + number,
-                           **common)
+            options = dict(
+                prompts=[ids],
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed + number,
+                **common,
+            )
             for repeat in range(repeats):
                 runs = {"none": generation.generate(target, "none", **options)}
                 for name, arguments in drafters.items():
                     runs[name] = generation.generate(target, **arguments, **options)
                     _check_equal(target, runs, name, temperature, domain)
                 for name, run in runs.items():
-                    found.setdefault((temperature, domain, name), [[] for _ in range(repeats)])[repeat].append(run)
+                    found.setdefault((temperature, domain, name), [[] for _ in range(repeats)])[
+                        repeat
+                    ].append(run)
                     if on_run:
                         on_run()
     length = max(len(ids) for _, ids in prompts) + max_new_tokens // 2
@@ -107,8 +133,16 @@ def by_domain(target: Model, prompts: Sequence[tuple[str, tuple[int, ...]]], dra
         for name, arguments in drafters.items():
             k = arguments["num_speculative_tokens"]
             parts = [named(part, arguments) for part in arguments["drafter"].split(",")]
-            cost = costs.measure(target, k, parts, batch_size=sharding.num_parts(target.mesh), length=length,
-                                 temperature=temperature, repeats=9, **common)
+            cost = costs.measure(
+                target,
+                k,
+                parts,
+                batch_size=sharding.num_parts(target.mesh),
+                length=length,
+                temperature=temperature,
+                repeats=9,
+                **common,
+            )
             rows += [_row(domain, name, temperature, found, cost, k) for domain in domains]
     return rows
 
@@ -124,11 +158,31 @@ def _row(domain: str, name: str, temperature: float, found, cost: Costs, K: int)
 
     def rate(key):
         """The median over repeats of the rate over all prompts."""
-        return float(np.median([sum(len(run.completions[0].tokens) for run in runs)
-                                / sum(run.decode_seconds for run in runs) for runs in found[temperature, domain, key]]))
+        return float(
+            np.median(
+                [
+                    sum(len(run.completions[0].tokens) for run in runs)
+                    / sum(run.decode_seconds for run in runs)
+                    for runs in found[temperature, domain, key]
+                ]
+            )
+        )
 
     completions = [run.completions[0] for runs in found[temperature, domain, name] for run in runs]
     stats = metrics.acceptance(completions, K)
-    return Row(domain, name, K, temperature, len(completions) // repeats, stats.num_tokens // repeats, stats.rate,
-               stats.by_position, stats.tokens_per_round, rate("none"), rate(name), cost.draft, cost.verify,
-               costs.predicted_speedup(stats, cost, K))
+    return Row(
+        domain,
+        name,
+        K,
+        temperature,
+        len(completions) // repeats,
+        stats.num_tokens // repeats,
+        stats.rate,
+        stats.by_position,
+        stats.tokens_per_round,
+        rate("none"),
+        rate(name),
+        cost.draft,
+        cost.verify,
+        costs.predicted_speedup(stats, cost, K),
+    )

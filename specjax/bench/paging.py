@@ -16,10 +16,11 @@ from specjax.sampling import SamplingParams
 
 
 def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[float, float]:
-    """Seconds of a plain decode step at `length` tokens with the paged cache, and with one contiguous run of slots,
-    both through XLA.
+    """Seconds of a plain decode step at `length` tokens with the paged cache, and with one
+    contiguous run of slots, both through XLA.
 
-    Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence, read where it lies.
+    Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence,
+    read where it lies.
     """
     slots = generation.bucket(length + 1)
     rows = sharding.num_parts(target.mesh)
@@ -28,15 +29,26 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
         return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, slots), bool), start_B)
 
     def prepare(size: int):
-        cfg = decode.DecodeConfig(target.config, page_size=size, implementation="xla", mesh=target.mesh)
+        cfg = decode.DecodeConfig(
+            target.config, page_size=size, implementation="xla", mesh=target.mesh
+        )
         tokens_BS = np.tile(np.arange(slots, dtype=np.int32) % target.num_valid_tokens, (rows, 1))
-        length_B, end_B, eos_BE = (np.full(shape, value, np.int32)
-                                   for shape, value in ((rows, length), (rows, slots), ((rows, 1), -1)))
-        arrays = sharding.put((tokens_BS, length_B, end_B, eos_BE, SamplingParams(np.zeros(rows, np.uint32))),
-                              target.mesh)
-        # Both are functions of its own, so that nothing compiled for the one cache is taken for the other.
-        state = jax.jit(lambda params, arrays: decode.init(params, None, cfg, *arrays))(target.params, arrays)
-        step = jax.jit(lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1)
+        length_B, end_B, eos_BE = (
+            np.full(shape, value, np.int32)
+            for shape, value in ((rows, length), (rows, slots), ((rows, 1), -1))
+        )
+        arrays = sharding.put(
+            (tokens_BS, length_B, end_B, eos_BE, SamplingParams(np.zeros(rows, np.uint32))),
+            target.mesh,
+        )
+        # Both are functions of its own, so that nothing compiled for the one cache is taken for the
+        # other.
+        state = jax.jit(lambda params, arrays: decode.init(params, None, cfg, *arrays))(
+            target.params, arrays
+        )
+        step = jax.jit(
+            lambda params, state: decode.step(params, None, cfg, state), donate_argnums=1
+        )
         carry = [step(target.params, state)]
 
         def again():

@@ -44,15 +44,26 @@ class Row:
     peers: dict[str, float]
 
 
-def compare(target: Model, prompts: dict[str, generation.Prompt], drafter: dict[str, Any], *, max_new_tokens: int,
-            repeats: int, common: dict[str, Any], names: Sequence[str], num_lookup_tokens: int, gguf: str | None,
-            threads: int) -> list[Row]:
+def compare(
+    target: Model,
+    prompts: dict[str, generation.Prompt],
+    drafter: dict[str, Any],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    common: dict[str, Any],
+    names: Sequence[str],
+    num_lookup_tokens: int,
+    gguf: str | None,
+    threads: int,
+) -> list[Row]:
     """Greedy decoding by all engines in turn, after a run of each that is not counted.
 
     Args:
       target: the model.
       prompts: by name.
-      drafter: "drafter", "draft", "num_speculative_tokens" and "drafter_options" of `generation.generate`.
+      drafter: "drafter", "draft", "num_speculative_tokens" and "drafter_options" of
+        `generation.generate`.
       max_new_tokens: generated tokens per run; end-of-sequence tokens are ignored.
       repeats: counted runs.
       common: "verify", "page_size" and "implementation" of `generation.generate`.
@@ -80,7 +91,9 @@ def compare(target: Model, prompts: dict[str, generation.Prompt], drafter: dict[
             speculative = generation.generate(target, **drafter, **arguments)
             tokens = len(plain.completions[0].tokens)
             differ = plain.completions[0].tokens != speculative.completions[0].tokens
-            if differ and target.params["embed_VD"].dtype == jnp.float32:  # elsewhere near ties fall either way
+            if (
+                differ and target.params["embed_VD"].dtype == jnp.float32
+            ):  # elsewhere near ties fall either way
                 raise SpecJAXError(f"{name}: speculation changed the greedy text")
             runs["plain"].append(tokens / plain.decode_seconds)
             runs["speculative"].append(tokens / speculative.decode_seconds)
@@ -88,8 +101,17 @@ def compare(target: Model, prompts: dict[str, generation.Prompt], drafter: dict[
                 # Reading the prompt is not decoding: it is what a single token costs.
                 runs[peer].append((tokens - 1) / (engine(ids, tokens) - engine(ids, 1)))
         rate = {run: float(np.median(rates[1:])) for run, rates in runs.items()}
-        rows.append(Row(name, tokens, tokens / speculative.rounds, rate["plain"], rate["speculative"], rate["floor"],
-                        {peer: rate[peer] for peer in engines}))
+        rows.append(
+            Row(
+                name,
+                tokens,
+                tokens / speculative.rounds,
+                rate["plain"],
+                rate["speculative"],
+                rate["floor"],
+                {peer: rate[peer] for peer in engines},
+            )
+        )
     return rows
 
 
@@ -104,17 +126,25 @@ def _transformers(**lookup) -> Callable[..., Engine]:
         torch.set_num_threads(threads)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.export(target.path, f"{folder}/model", dtype="float32")
-            model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32).eval()
+            model = transformers.LlamaForCausalLM.from_pretrained(
+                f"{folder}/model", dtype=torch.float32
+            ).eval()
         model.generation_config.eos_token_id = None  # as here, where it is said and nothing ends
         assisted = dict.fromkeys(lookup, num_speculative_tokens)
 
         def run(ids, num_tokens: int) -> None:
             options = dict(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
             with torch.inference_mode():
-                text = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options,
-                                      **assisted)
+                text = model.generate(
+                    torch.tensor([ids]),
+                    attention_mask=torch.ones(1, len(ids)),
+                    **options,
+                    **assisted,
+                )
             if (found := text.shape[1] - len(ids)) != num_tokens:
-                raise SpecJAXError(f"transformers gave {found} tokens where {num_tokens} were wanted")
+                raise SpecJAXError(
+                    f"transformers gave {found} tokens where {num_tokens} were wanted"
+                )
 
         return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
 
@@ -129,9 +159,18 @@ def _llama_cpp(lookup: bool) -> Callable[..., Engine]:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        draft = LlamaPromptLookupDecoding(num_pred_tokens=num_speculative_tokens) if lookup else None
-        model = llama_cpp.Llama(gguf, n_ctx=2048, n_threads=threads, n_threads_batch=threads, draft_model=draft,
-                                logits_all=lookup, verbose=False)
+        draft = (
+            LlamaPromptLookupDecoding(num_pred_tokens=num_speculative_tokens) if lookup else None
+        )
+        model = llama_cpp.Llama(
+            gguf,
+            n_ctx=2048,
+            n_threads=threads,
+            n_threads_batch=threads,
+            draft_model=draft,
+            logits_all=lookup,
+            verbose=False,
+        )
 
         def run(ids, num_tokens: int) -> None:
             model.reset()
@@ -144,15 +183,17 @@ def _llama_cpp(lookup: bool) -> Callable[..., Engine]:
     return start
 
 
-PEERS = {"transformers": ("transformers", _transformers()),
-         "transformers_lookup": ("transformers", _transformers(prompt_lookup_num_tokens=True)),
-         "llama_cpp": ("llama_cpp", _llama_cpp(lookup=False)),
-         "llama_cpp_lookup": ("llama_cpp", _llama_cpp(lookup=True))}  # fmt: skip
+PEERS = {
+    "transformers": ("transformers", _transformers()),
+    "transformers_lookup": ("transformers", _transformers(prompt_lookup_num_tokens=True)),
+    "llama_cpp": ("llama_cpp", _llama_cpp(lookup=False)),
+    "llama_cpp_lookup": ("llama_cpp", _llama_cpp(lookup=True)),
+}
 
 
 def check(names: Sequence[str], gguf: str | None) -> None:
-    """Raises SpecJAXError, naming it, for a peer that is unknown, not installed or without its weights; or for
-    weights that no peer reads."""
+    """Raises SpecJAXError, naming it, for a peer that is unknown, not installed or without its
+    weights; or for weights that no peer reads."""
     for name in names:
         if name not in PEERS:
             raise SpecJAXError(f"peer {name!r} is not known; known: {', '.join(PEERS)}")
@@ -161,6 +202,8 @@ def check(names: Sequence[str], gguf: str | None) -> None:
         except ImportError as error:
             raise SpecJAXError(f"the peer {name!r} is not installed: {error}") from error
         if PEERS[name][0] == "llama_cpp" and not (gguf and os.path.exists(gguf)):
-            raise SpecJAXError(f"llama.cpp needs the same weights in a float32 GGUF file: --gguf={gguf}")
+            raise SpecJAXError(
+                f"llama.cpp needs the same weights in a float32 GGUF file: --gguf={gguf}"
+            )
     if gguf and not any(PEERS[name][0] == "llama_cpp" for name in names):
         raise SpecJAXError(f"--gguf={gguf} is for llama.cpp, which --peers does not name")

@@ -23,17 +23,26 @@ def seconds(function: Callable, *arguments) -> float:
 
 
 def interleaved(prepare: dict[str, Callable[[], Callable]], repeats: int) -> dict[str, float]:
-    """Median wall times of what functions return, each called in turn, after a round of all that does not count."""
-    times = [{name: seconds(function()) for name, function in prepare.items()} for _ in range(repeats + 1)]
+    """Median wall times of what functions return, each called in turn, after a round of all that
+    does not count."""
+    times = [
+        {name: seconds(function()) for name, function in prepare.items()}
+        for _ in range(repeats + 1)
+    ]
     return {name: float(np.median([run[name] for run in times[1:]])) for name in prepare}
 
 
 def read_weights(target: Model) -> Callable[[], jax.Array]:
-    """A call that reads as many bytes as the weights have on each device, from one array: what memory can do,
-    undisturbed by where arrays end."""
+    """A call that reads as many bytes as the weights have on each device, from one array: what
+    memory can do, undisturbed by where arrays end."""
     size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(target.params))
     place = NamedSharding(target.mesh, PartitionSpec(MESH_AXES)) if target.mesh else None
-    memory = jnp.zeros(size // 4 * (target.mesh.size if target.mesh else 1), jnp.float32, device=place)
-    total = jax.jit(sharding.on_mesh(jnp.sum, target.mesh, PartitionSpec(MESH_AXES),
-                                     out_specs=lambda total: PartitionSpec()))
+    memory = jnp.zeros(
+        size // 4 * (target.mesh.size if target.mesh else 1), jnp.float32, device=place
+    )
+    total = jax.jit(
+        sharding.on_mesh(
+            jnp.sum, target.mesh, PartitionSpec(MESH_AXES), out_specs=lambda total: PartitionSpec()
+        )
+    )
     return lambda: total(memory)

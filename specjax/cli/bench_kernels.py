@@ -1,6 +1,8 @@
-"""specjax bench kernels: our kernels on this GPU: whether they are right, and how fast beside what its memory can do.
+"""specjax bench kernels: our kernels on this GPU: whether they are right, and how fast beside what
+its memory can do.
 
-Exit code 1: a kernel is wrong or failed; the figures do not count then. A goal that is missed is only shown.
+Exit code 1: a kernel is wrong or failed; the figures do not count then. A goal that is missed is
+only shown.
 """
 
 from __future__ import annotations
@@ -24,11 +26,19 @@ PAGE_SIZES = f"{', '.join(map(str, PAGES[:-1]))} or {PAGES[-1]}"
 
 def define_flags() -> None:
     """Defines the flags of `specjax bench kernels`."""
-    flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.", required=True)
+    flags.DEFINE_string(
+        "output", None, "JSON file to write the figures to; it must not exist.", required=True
+    )
     flags.DEFINE_integer("page_size", 64, f"Slots per page: {PAGE_SIZES}.")
-    flags.DEFINE_float("budget_seconds", 200, "What is not measured by then is left out, and the table says so.")
-    flags.DEFINE_boolean("tiny", False, "Tiny sizes, in Pallas' interpreter where no GPU can run the kernels: to see "
-                                        "that everything runs. The figures mean nothing.")  # fmt: skip
+    flags.DEFINE_float(
+        "budget_seconds", 200, "What is not measured by then is left out, and the table says so."
+    )
+    flags.DEFINE_boolean(
+        "tiny",
+        False,
+        "Tiny sizes, in Pallas' interpreter where no GPU can run the kernels: to see "
+        "that everything runs. The figures mean nothing.",
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -38,14 +48,19 @@ def main(argv: list[str]) -> int:
     if FLAGS.page_size not in PAGES:
         raise SpecJAXError(f"--page_size must be {PAGE_SIZES}, got {FLAGS.page_size}")
     if not 0 < FLAGS.budget_seconds < float("inf"):
-        raise SpecJAXError(f"--budget_seconds must be a positive number, got {FLAGS.budget_seconds}")
+        raise SpecJAXError(
+            f"--budget_seconds must be a positive number, got {FLAGS.budget_seconds}"
+        )
     missing = dispatch.missing_gpu()
     if missing and not FLAGS.tiny:
         raise SpecJAXError(f"the kernels cannot run here: {missing}")
     try:
         with bench.interpreted() if missing else contextlib.nullcontext():
-            report = bench.run(bench.TINY if FLAGS.tiny else bench.FULL, page_size=FLAGS.page_size,
-                               budget_seconds=FLAGS.budget_seconds)  # fmt: skip
+            report = bench.run(
+                bench.TINY if FLAGS.tiny else bench.FULL,
+                page_size=FLAGS.page_size,
+                budget_seconds=FLAGS.budget_seconds,
+            )
     except NotImplementedError as error:
         raise SpecJAXError(f"the kernels cannot run here: {error}") from error
     device = str(jax.devices()[0].device_kind)
@@ -55,10 +70,20 @@ def main(argv: list[str]) -> int:
         print(f"({i + 1}) not measured: {reason}")
     for failure in report.failures:
         print(f"specjax: failed: {failure}", file=sys.stderr)
-    print(f"{len(report.checks)} checks, {len(report.failures)} failures, {report.seconds:.0f} s."
-          + (f" A copy on this card: {report.copy_bytes_per_second / 1e9:.0f} GB/s, read and written bytes together."
-             f" {fixed_cost(report)}" if report.rows else ""))  # fmt: skip
-    result = {"interpreted": bool(missing), "fixed_seconds": report.fixed_seconds, **dataclasses.asdict(report)}
+    print(
+        f"{len(report.checks)} checks, {len(report.failures)} failures, {report.seconds:.0f} s."
+        + (
+            f" A copy on this card: {report.copy_bytes_per_second / 1e9:.0f} GB/s, read and written bytes together."
+            f" {fixed_cost(report)}"
+            if report.rows
+            else ""
+        )
+    )
+    result = {
+        "interpreted": bool(missing),
+        "fixed_seconds": report.fixed_seconds,
+        **dataclasses.asdict(report),
+    }
     for row, figures in zip(report.rows, result["rows"], strict=True):
         figures["share"] = {name: report.share(row, name) for name in row.seconds}
     common.write_figures(__name__, result)
@@ -74,13 +99,23 @@ def table(report: bench.Report, device: str, reasons: list[str]) -> Table:
         if goal and share is not None:
             goal += " met" if share >= row.goal else " missed"
         rate = row.bytes / row.seconds["mosaic_gpu"] / 1e9 if share else None
-        lines.append((f"{row.operation} {row.case}{'*' if row.in_l2 else ''}", f"{rate:.0f}" if rate else "",
-                      f"{share:.0%}" if share else "", goal,
-                      *(_time(row, name, reasons) for name in ("mosaic_gpu", "xla", bench.PEER))))
+        lines.append(
+            (
+                f"{row.operation} {row.case}{'*' if row.in_l2 else ''}",
+                f"{rate:.0f}" if rate else "",
+                f"{share:.0%}" if share else "",
+                goal,
+                *(_time(row, name, reasons) for name in ("mosaic_gpu", "xla", bench.PEER)),
+            )
+        )
     cached = any(row.in_l2 for row in report.rows)
-    return common.table(f"kernels on {device}; a share is of the rate of a copy",
-                        ("operation", "GB/s", "share", "goal", "µs", "xla, µs", "JAX's op, µs"), lines, no_wrap=True,
-                        caption="* part of the bytes come from the L2 cache" if cached else None)
+    return common.table(
+        f"kernels on {device}; a share is of the rate of a copy",
+        ("operation", "GB/s", "share", "goal", "µs", "xla, µs", "JAX's op, µs"),
+        lines,
+        no_wrap=True,
+        caption="* part of the bytes come from the L2 cache" if cached else None,
+    )
 
 
 def _time(row: bench.Row, implementation: str, reasons: list[str]) -> str:
@@ -98,5 +133,7 @@ def fixed_cost(report: bench.Report) -> str:
     if report.fixed_seconds is None:
         return "The fixed cost of a call was not measured."
     verdict = "met" if report.fixed_seconds < bench.FIXED_COST_GOAL else "missed"
-    return (f"Fixed cost of a call of attention: {1e6 * report.fixed_seconds:.1f} µs, "
-            f"goal < {1e6 * bench.FIXED_COST_GOAL:.0f} µs {verdict}.")
+    return (
+        f"Fixed cost of a call of attention: {1e6 * report.fixed_seconds:.1f} µs, "
+        f"goal < {1e6 * bench.FIXED_COST_GOAL:.0f} µs {verdict}."
+    )

@@ -1,4 +1,5 @@
-"""specjax bench peers: decoding speed beside other engines: same weights, prompts, dtype and threads, in turn."""
+"""specjax bench peers: decoding speed beside other engines: same weights, prompts, dtype and
+threads, in turn."""
 
 from __future__ import annotations
 
@@ -15,17 +16,35 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """Defines the flags of `specjax bench peers`."""
-    flags.DEFINE_string("target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True)
+    flags.DEFINE_string(
+        "target", None, "The model: a SpecJAX checkpoint or a Hugging Face folder.", required=True
+    )
     common.define_decoding_flags(default="ngram")
-    flags.adopt_module_key_flags(common)  # so that they are in the help text, and in the output's "command"
-    flags.DEFINE_string("prompts_file", str(demo.PROMPTS), "JSONL file of prompts, as for specjax generate.")
+    flags.adopt_module_key_flags(
+        common
+    )  # so that they are in the help text, and in the output's "command"
+    flags.DEFINE_string(
+        "prompts_file", str(demo.PROMPTS), "JSONL file of prompts, as for specjax generate."
+    )
     flags.DEFINE_integer("max_new_tokens", 96, "Tokens to generate per prompt.", lower_bound=1)
-    flags.DEFINE_integer("repeats", 3, "Counted runs of everything; figures are medians.", lower_bound=1)
-    flags.DEFINE_list("peers", [], f"Other engines, each of which must be installed: {', '.join(peers.PEERS)}.")
-    flags.DEFINE_string("gguf", None, "For llama.cpp: the same weights as a float32 GGUF file; its "
-                        "convert_hf_to_gguf.py --outtype f32 makes one of what specjax export writes.")
-    flags.DEFINE_integer("threads", common.num_cores(), "Of the other engines; ours are as many as cores.",
-                         lower_bound=1)
+    flags.DEFINE_integer(
+        "repeats", 3, "Counted runs of everything; figures are medians.", lower_bound=1
+    )
+    flags.DEFINE_list(
+        "peers", [], f"Other engines, each of which must be installed: {', '.join(peers.PEERS)}."
+    )
+    flags.DEFINE_string(
+        "gguf",
+        None,
+        "For llama.cpp: the same weights as a float32 GGUF file; its "
+        "convert_hf_to_gguf.py --outtype f32 makes one of what specjax export writes.",
+    )
+    flags.DEFINE_integer(
+        "threads",
+        common.num_cores(),
+        "Of the other engines; ours are as many as cores.",
+        lower_bound=1,
+    )
     flags.DEFINE_string("output", None, "JSON file to write the figures to; it must not exist.")
 
 
@@ -34,7 +53,9 @@ def main(argv: list[str]) -> None:
     del argv
     common.begin_benchmark("output")
     if FLAGS.peers and FLAGS.max_new_tokens < 2:
-        raise SpecJAXError("--max_new_tokens must be at least 2 with --peers: the first token comes with the prompt")
+        raise SpecJAXError(
+            "--max_new_tokens must be at least 2 with --peers: the first token comes with the prompt"
+        )
     if FLAGS["threads"].present and not FLAGS.peers:
         raise SpecJAXError("--threads is for the engines of --peers, and none is named")
     peers.check(FLAGS.peers, FLAGS.gguf)
@@ -45,17 +66,52 @@ def main(argv: list[str]) -> None:
     target, draft = common.load_models()
     drafter = common.drafters(draft)[FLAGS.drafter]
     k, num_lookup_tokens = drafter["num_speculative_tokens"], common.num_speculative_tokens("ngram")
-    figures = peers.compare(target, prompts, drafter, max_new_tokens=FLAGS.max_new_tokens, repeats=FLAGS.repeats,
-                            common=common.decoding_arguments(), names=FLAGS.peers, num_lookup_tokens=num_lookup_tokens,
-                            gguf=FLAGS.gguf, threads=FLAGS.threads)
-    common.console().print(common.table(
-        f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}",
-        ("prompt", "tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers),
-        [(row.name, f"{row.tokens_per_round:.2f}", f"{row.plain:.1f}", f"{row.plain / row.floor:.2f}",
-          f"{row.speculative:.1f}", f"{row.speculative / row.plain:.2f}x",
-          *(f"{rate:.1f} ({(row.speculative if 'lookup' in name else row.plain) / rate:.2f}x)"
-            for name, rate in row.peers.items())) for row in figures]))
-    print("The floor is the time that reading as many bytes as the weights have takes on this machine."
-          + (" In brackets: our rate over theirs, with drafts where they look up." if FLAGS.peers else ""))
-    common.write_figures(__name__, {"num_speculative_tokens": k, "num_lookup_tokens": num_lookup_tokens,
-                                    "rows": [dataclasses.asdict(row) for row in figures]})
+    figures = peers.compare(
+        target,
+        prompts,
+        drafter,
+        max_new_tokens=FLAGS.max_new_tokens,
+        repeats=FLAGS.repeats,
+        common=common.decoding_arguments(),
+        names=FLAGS.peers,
+        num_lookup_tokens=num_lookup_tokens,
+        gguf=FLAGS.gguf,
+        threads=FLAGS.threads,
+    )
+    common.console().print(
+        common.table(
+            f"tokens/s, medians of {FLAGS.repeats}; {FLAGS.drafter}, K = {k}",
+            ("prompt", "tok/round", "plain", "of floor", "drafts", "speedup", *FLAGS.peers),
+            [
+                (
+                    row.name,
+                    f"{row.tokens_per_round:.2f}",
+                    f"{row.plain:.1f}",
+                    f"{row.plain / row.floor:.2f}",
+                    f"{row.speculative:.1f}",
+                    f"{row.speculative / row.plain:.2f}x",
+                    *(
+                        f"{rate:.1f} ({(row.speculative if 'lookup' in name else row.plain) / rate:.2f}x)"
+                        for name, rate in row.peers.items()
+                    ),
+                )
+                for row in figures
+            ],
+        )
+    )
+    print(
+        "The floor is the time that reading as many bytes as the weights have takes on this machine."
+        + (
+            " In brackets: our rate over theirs, with drafts where they look up."
+            if FLAGS.peers
+            else ""
+        )
+    )
+    common.write_figures(
+        __name__,
+        {
+            "num_speculative_tokens": k,
+            "num_lookup_tokens": num_lookup_tokens,
+            "rows": [dataclasses.asdict(row) for row in figures],
+        },
+    )

@@ -15,10 +15,10 @@ from specjax.kernels.paged_attention import api as attention
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 OPERATIONS = {
     "attention": f"For models in bfloat16 or float16 with heads of {' or '.join(map(str, attention.HEADS))} channels, "
-                 f"at most {attention.MAX_GROUP} query heads per kv head, and pages of "
-                 f"{', '.join(map(str, attention.PAGES))} slots; other models use xla.",
+    f"at most {attention.MAX_GROUP} query heads per kv head, and pages of "
+    f"{', '.join(map(str, attention.PAGES))} slots; other models use xla.",
     "verification": "For every vocabulary.",
-}  # fmt: skip
+}
 
 
 def define_flags() -> None:
@@ -32,8 +32,12 @@ def main(argv: list[str]) -> None:
         devices = jax.local_devices()
     except RuntimeError as error:
         raise SpecJAXError(f"JAX finds no device: {error}") from error
-    versions = {"specjax": specjax.__version__, "python": platform.python_version(), "jax": jax.__version__,
-                "jaxlib": importlib.metadata.version("jaxlib")}
+    versions = {
+        "specjax": specjax.__version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
     versions |= {name: version for name in PLUGINS if (version := _version(name))}
     for name, version in versions.items():
         print(f"{name:18}{version}")

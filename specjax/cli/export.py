@@ -11,9 +11,15 @@ from specjax.cli import convert
 
 def define_flags() -> None:
     """Defines the flags of `specjax export`."""
-    flags.DEFINE_string("source", None, "Checkpoint folder that `specjax convert` wrote.", required=True)
-    flags.DEFINE_string("output", None, "Hugging Face folder to write; it must not exist.", required=True)
-    flags.DEFINE_enum("dtype", None, list(table.DTYPES), "dtype to write; by default the stored one.")
+    flags.DEFINE_string(
+        "source", None, "Checkpoint folder that `specjax convert` wrote.", required=True
+    )
+    flags.DEFINE_string(
+        "output", None, "Hugging Face folder to write; it must not exist.", required=True
+    )
+    flags.DEFINE_enum(
+        "dtype", None, list(table.DTYPES), "dtype to write; by default the stored one."
+    )
 
 
 def main(argv: list[str]) -> None:

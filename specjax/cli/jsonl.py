@@ -32,7 +32,9 @@ def read_prompts(path: str, options: tuple[str, ...] = ()) -> list[dict]:
 def _row(value: Any, where: str, options: tuple[str, ...]) -> dict:
     row = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise SpecJAXError(f"{where}: must be a string, or an object with either 'prompt' or 'messages'")
+        raise SpecJAXError(
+            f"{where}: must be a string, or an object with either 'prompt' or 'messages'"
+        )
     known = ("prompt", "messages", "name", "domain", *options)
     unknown = sorted(set(row) - set(known))
     if unknown:
@@ -41,17 +43,27 @@ def _row(value: Any, where: str, options: tuple[str, ...]) -> dict:
         if not isinstance(row.get(name, ""), str):
             raise SpecJAXError(f"{where}: {name!r} must be a string")
     for option in options:
-        if option in row and (isinstance(row[option], bool) or not isinstance(row[option], int | float)):
+        if option in row and (
+            isinstance(row[option], bool) or not isinstance(row[option], int | float)
+        ):
             raise SpecJAXError(f"{where}: {option!r} must be a number, got {row[option]!r}")
     if "messages" not in row:
         if not isinstance(row["prompt"], str):
             raise SpecJAXError(f"{where}: 'prompt' must be a string")
         return row
     messages = row.pop("messages")
-    is_chat = isinstance(messages, list) and messages and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages)
+    is_chat = (
+        isinstance(messages, list)
+        and messages
+        and all(
+            isinstance(message, dict) and {"role", "content"} <= message.keys()
+            for message in messages
+        )
+    )
     if not is_chat:
-        raise SpecJAXError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+        raise SpecJAXError(
+            f"{where}: 'messages' must be a list of objects with 'role' and 'content'"
+        )
     return {"prompt": messages, **row}
 
 
@@ -63,7 +75,8 @@ def headline(prompt: Prompt) -> str:
 
 
 def refuse_existing(path: str, flag: str = "output") -> None:
-    """Raises SpecJAXError where `path`, which is that of a flag, exists already, or its folder does not."""
+    """Raises SpecJAXError where `path`, which is that of a flag, exists already, or its folder does
+    not."""
     if os.path.lexists(path):
         raise SpecJAXError(f"--{flag}: {path} exists already")
     if not pathlib.Path(path).absolute().parent.is_dir():
@@ -74,15 +87,29 @@ def write_completions(path: str, prompts: Sequence[Prompt], generation: Generati
     """One line per prompt."""
     lines = []
     for prompt, c in zip(prompts, generation.completions, strict=True):
-        rounds = [{"drafted": drafted, "accepted": accepted, "emitted": emitted}
-                  for drafted, accepted, emitted in zip(c.drafted, c.accepted, c.emitted, strict=True)]
-        lines.append(json.dumps({"prompt": prompt, "prompt_tokens": c.prompt_tokens, "tokens": c.tokens, "text": c.text,
-                                 "finish_reason": c.finish_reason, "rounds": rounds}, ensure_ascii=False))  # fmt: skip
+        rounds = [
+            {"drafted": drafted, "accepted": accepted, "emitted": emitted}
+            for drafted, accepted, emitted in zip(c.drafted, c.accepted, c.emitted, strict=True)
+        ]
+        lines.append(
+            json.dumps(
+                {
+                    "prompt": prompt,
+                    "prompt_tokens": c.prompt_tokens,
+                    "tokens": c.tokens,
+                    "text": c.text,
+                    "finish_reason": c.finish_reason,
+                    "rounds": rounds,
+                },
+                ensure_ascii=False,
+            )
+        )
     write_text(path, "\n".join(lines) + "\n")
 
 
 def write_figures(path: str, figures: dict) -> None:
-    """Writes figures of a benchmark as a JSON file, with null for NaN and infinity, which JSON does not have."""
+    """Writes figures of a benchmark as a JSON file, with null for NaN and infinity, which JSON does
+    not have."""
     write_text(path, json.dumps(_finite(figures), indent=2, allow_nan=False) + "\n")
 
 
@@ -95,6 +122,7 @@ def _finite(value):
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a new file, which appears when it is complete. Raises SpecJAXError where that cannot be done."""
+    """Writes a new file, which appears when it is complete. Raises SpecJAXError where that cannot
+    be done."""
     with files.new_file(path) as partial:
         partial.write_text(text, encoding="utf-8")

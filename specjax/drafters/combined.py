@@ -16,7 +16,8 @@ from specjax.drafters.base import Draft, Drafter, Draw
 
 @functools.lru_cache
 def make(drafters: tuple[Drafter, ...]) -> Drafter:
-    """Asks the drafters in turn; one that no row needs is not run, and has to be able to miss rounds.
+    """Asks the drafters in turn; one that no row needs is not run, and has to be able to miss
+    rounds.
 
     Parameters and state are tuples, one entry for each. All have the same `num_tokens`.
     """
@@ -26,8 +27,10 @@ def make(drafters: tuple[Drafter, ...]) -> Drafter:
         return tuple(all_taps[taps.index(tap)] for tap in drafter.taps)
 
     def init(params, prefill):
-        return tuple(drafter.init(p, prefill.replace(taps_BSD=own(drafter, prefill.taps_BSD)))
-                     for drafter, p in zip(drafters, params, strict=True))
+        return tuple(
+            drafter.init(p, prefill.replace(taps_BSD=own(drafter, prefill.taps_BSD)))
+            for drafter, p in zip(drafters, params, strict=True)
+        )
 
     def propose(params, state, context, draw):
         states = list(state)
@@ -38,14 +41,18 @@ def make(drafters: tuple[Drafter, ...]) -> Drafter:
             def ask(_, state, i=i):
                 return _counted(drafters[i], params[i], state, context, draw)
 
-            silence = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(ask, None, states[i])[0])
+            silence = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(ask, None, states[i])[0]
+            )
             other, states[i] = kv_cache.when(jnp.any(needed_B), ask, (silence, states[i]))
             draft = _merge(draft, other, needed_B, draw)
         return draft, tuple(states)
 
     def update(params, state, context, verified, taps_BTD):
-        return tuple(drafter.update(p, s, context, verified, own(drafter, taps_BTD))
-                     for drafter, p, s in zip(drafters, params, state, strict=True))
+        return tuple(
+            drafter.update(p, s, context, verified, own(drafter, taps_BTD))
+            for drafter, p, s in zip(drafters, params, state, strict=True)
+        )
 
     return Drafter(drafters[0].num_tokens, propose, taps, init, update)
 
@@ -54,7 +61,9 @@ def _counted(drafter: Drafter, params, state, context, draw: Draw):
     """A proposal that says how many of its guesses are real."""
     draft, state = drafter.propose(params, state, context, draw)
     if draft.count_B is None:
-        draft = draft._replace(count_B=jnp.full(len(context.length_B), drafter.num_tokens, jnp.int32))
+        draft = draft._replace(
+            count_B=jnp.full(len(context.length_B), drafter.num_tokens, jnp.int32)
+        )
     return draft, state
 
 
@@ -68,4 +77,6 @@ def _merge(draft: Draft, other: Draft, other_B, draw: Draw) -> Draft:
         return draft.law or tuple(draw.certain(token_B) for token_B in draft.tokens_BK.T)
 
     law = jax.tree.map(choose, laws(other), laws(draft)) if draft.law or other.law else None
-    return Draft(choose(other.tokens_BK, draft.tokens_BK), choose(other.count_B, draft.count_B), law)
+    return Draft(
+        choose(other.tokens_BK, draft.tokens_BK), choose(other.count_B, draft.count_B), law
+    )

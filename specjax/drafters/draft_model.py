@@ -1,4 +1,5 @@
-"""A smaller Llama with the target's vocabulary guesses one token after the other (Leviathan et al. 2023)."""
+"""A smaller Llama with the target's vocabulary guesses one token after the other (Leviathan et al.
+2023)."""
 
 from __future__ import annotations
 
@@ -14,21 +15,34 @@ DRAFT = LlamaConfig
 
 
 @functools.lru_cache
-def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig, *,
-         implementation: str | None = None) -> Drafter:
+def make(
+    num_speculative_tokens: int,
+    target: LlamaConfig,
+    draft: LlamaConfig,
+    *,
+    implementation: str | None = None,
+) -> Drafter:
     """Drafts with the model `draft`; the params that the loop passes are that model's.
 
-    The state is the draft model's own paged cache. Its first pass of a round reads the last *two* committed tokens:
-    after a round in which everything was accepted, the last draft has not been read by the draft model yet; otherwise
-    the same keys and values are written once more.
+    The state is the draft model's own paged cache. Its first pass of a round reads the last *two*
+    committed tokens: after a round in which everything was accepted, the last draft has not been
+    read by the draft model yet; otherwise the same keys and values are written once more.
     """
     K = num_speculative_tokens
 
     def init(params, prefill):
         batch_size, max_slots = prefill.tokens_BS.shape
         cache = llama.init_cache(params, draft, batch_size, max_slots, prefill.page_size)
-        cache, _ = llama.prefill(params, draft, prefill.tokens_BS, prefill.length_B - 1, cache, prefill.chunk_size,
-                                 implementation=implementation, role="draft")
+        cache, _ = llama.prefill(
+            params,
+            draft,
+            prefill.tokens_BS,
+            prefill.length_B - 1,
+            cache,
+            prefill.chunk_size,
+            implementation=implementation,
+            role="draft",
+        )
         return cache
 
     def propose(params, cache, context, draw):
@@ -39,8 +53,15 @@ def make(num_speculative_tokens: int, target: LlamaConfig, draft: LlamaConfig, *
         start_B = length_B - 2
         tokens, laws = [], []
         for i in range(K):
-            output = llama.forward(params, draft, tokens_BT, start_B, cache, implementation=implementation,
-                                   role="draft")
+            output = llama.forward(
+                params,
+                draft,
+                tokens_BT,
+                start_B,
+                cache,
+                implementation=implementation,
+                role="draft",
+            )
             cache = output.cache
             token_B, law = draw(llama.logits(params, output.hidden_BTD[:, -1:])[:, 0], length_B + i)
             tokens.append(token_B)

@@ -1,6 +1,8 @@
-"""Prompt lookup: what followed the last few tokens when they were seen before, in the prompt or in the output.
+"""Prompt lookup: what followed the last few tokens when they were seen before, in the prompt or in
+the output.
 
-Saxena 2023, "Prompt Lookup Decoding", and the n-gram speculation of serving engines, here entirely on the device.
+Saxena 2023, "Prompt Lookup Decoding", and the n-gram speculation of serving engines, here entirely
+on the device.
 """
 
 from __future__ import annotations
@@ -18,19 +20,29 @@ MAX_N = 64  # each step of the comparison is compiled on its own
 
 
 @functools.lru_cache
-def make(num_speculative_tokens: int, target: LlamaConfig, draft: None = None, *, min_n: int = 2,
-         max_n: int = 4) -> Drafter:
-    """Looks for the longest suffix of the text, of `min_n` to `max_n` tokens, that occurs earlier in it.
+def make(
+    num_speculative_tokens: int,
+    target: LlamaConfig,
+    draft: None = None,
+    *,
+    min_n: int = 2,
+    max_n: int = 4,
+) -> Drafter:
+    """Looks for the longest suffix of the text, of `min_n` to `max_n` tokens, that occurs earlier
+    in it.
 
-    Of equally long matches the latest one counts. Where a match ends so near the end of the text that fewer than K
-    tokens follow it, the text repeats itself with that period, and the guess goes on repeating it.
+    Of equally long matches the latest one counts. Where a match ends so near the end of the text
+    that fewer than K tokens follow it, the text repeats itself with that period, and the guess goes
+    on repeating it.
 
     Raises:
       SpecJAXError: unless 1 <= min_n <= max_n <= 64.
     """
     if not 1 <= min_n <= max_n <= MAX_N:
-        raise SpecJAXError(f"the drafter 'ngram' needs 1 <= min_n <= max_n <= {MAX_N}, "
-                           f"got min_n={min_n} and max_n={max_n}")
+        raise SpecJAXError(
+            f"the drafter 'ngram' needs 1 <= min_n <= max_n <= {MAX_N}, "
+            f"got min_n={min_n} and max_n={max_n}"
+        )
 
     def propose(params, state, context, draw):
         del params, draw

@@ -1,1 +1,2 @@
-"""Training drafters: data from the target itself, losses, the loop with its checkpoints, and evaluation."""
+"""Training drafters: data from the target itself, losses, the loop with its checkpoints, and
+evaluation."""

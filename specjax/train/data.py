@@ -1,4 +1,5 @@
-"""Rows of tokens to train on, perhaps with what the target's layers said to them, in shards on disk."""
+"""Rows of tokens to train on, perhaps with what the target's layers said to them, in shards on
+disk."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class Rows:
       start_R: int32, tokens of its prompt: those behind it are what a drafter will have to guess.
       temperature_R: float32, at which the text was drawn from the target; NaN where it was not.
       domains: for each text, what kind it is; "" where nobody said.
-      taps: target layer -> its residual stream at each token but the last, float16 `[R, S, D]`; empty where the target
-        has to be asked.
+      taps: target layer -> its residual stream at each token but the last, float16 `[R, S, D]`;
+        empty where the target has to be asked.
     """
 
     tokens_RS: np.ndarray
@@ -59,10 +60,14 @@ class Rows:
 
 def write_shard(path: pathlib.Path, rows: Rows) -> None:
     """Writes rows as a safetensors file, which appears when it is complete."""
-    arrays = {name: getattr(rows, name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")}
+    arrays = {
+        name: getattr(rows, name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")
+    }
     arrays |= {f"taps_{layer}_RSD": np.ascontiguousarray(tap) for layer, tap in rows.taps.items()}
     with files.new_file(path) as partial, files.writing():
-        safetensors.numpy.save_file(arrays, partial, metadata={"domains": json.dumps(list(rows.domains))})
+        safetensors.numpy.save_file(
+            arrays, partial, metadata={"domains": json.dumps(list(rows.domains))}
+        )
 
 
 def read_shard(path: pathlib.Path) -> Rows:
@@ -74,8 +79,14 @@ def read_shard(path: pathlib.Path) -> Rows:
     with files.parsing(path):
         file = safetensors.safe_open(path, framework="numpy")
         names = set(file.keys())
-        arrays = [file.get_tensor(name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")]
-        taps = {int(name.split("_")[1]): file.get_slice(name) for name in sorted(names) if "taps" in name}
+        arrays = [
+            file.get_tensor(name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")
+        ]
+        taps = {
+            int(name.split("_")[1]): file.get_slice(name)
+            for name in sorted(names)
+            if "taps" in name
+        }
         return Rows(*arrays, json.loads(file.metadata()["domains"]), taps)
 
 
@@ -87,8 +98,10 @@ def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths or not (folder / ABOUT).exists():
-        raise SpecJAXError(f"{folder} has no rows (*.safetensors, {ABOUT}): not a folder that specjax train wrote them "
-                           "to")
+        raise SpecJAXError(
+            f"{folder} has no rows (*.safetensors, {ABOUT}): not a folder that specjax train wrote them "
+            "to"
+        )
     if files.read_json(folder / ABOUT).get("target") != json.loads(json.dumps(target.to_dict())):
         raise SpecJAXError(f"{folder} has rows of another target")
     return list(map(read_shard, paths))
@@ -97,14 +110,14 @@ def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
 def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slots: int) -> Rows:
     """Rows from text files and JSONL files.
 
-    A text file (.txt) is cut into pieces of `num_slots` tokens. A line of a JSONL file (.jsonl) is a text: a string, or
-    an object with "text", with "prompt" and "completion", or with "messages" (a chat that the assistant ends); and
-    perhaps a "domain". The completion or the last message is what is to be guessed. What is longer than `num_slots`
-    tokens is cut off.
+    A text file (.txt) is cut into pieces of `num_slots` tokens. A line of a JSONL file (.jsonl) is
+    a text: a string, or an object with "text", with "prompt" and "completion", or with "messages"
+    (a chat that the assistant ends); and perhaps a "domain". The completion or the last message is
+    what is to be guessed. What is longer than `num_slots` tokens is cut off.
 
     Raises:
-      SpecJAXError: a file that cannot be read or is called otherwise, a line (by its number) that is none of these, or
-        no text at all.
+      SpecJAXError: a file that cannot be read or is called otherwise, a line (by its number) that
+        is none of these, or no text at all.
     """
     rows: list[tuple[list[int], int, str]] = []
     for path in map(pathlib.Path, paths):
@@ -114,31 +127,54 @@ def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slo
             ids = tokenizer.encode(files.read_text(path))
             rows += [(ids[i : i + num_slots], 1, "") for i in range(0, len(ids), num_slots)]
             continue
-        rows += [_row(value, where, tokenizer, num_slots) for where, value in files.json_lines(path)]
+        rows += [
+            _row(value, where, tokenizer, num_slots) for where, value in files.json_lines(path)
+        ]
     rows = [row for row in rows if len(row[0]) > 2]
     if not rows:
-        raise SpecJAXError(f"there is no text to train on in {', '.join(map(str, paths)) or 'no files'}")
+        raise SpecJAXError(
+            f"there is no text to train on in {', '.join(map(str, paths)) or 'no files'}"
+        )
     tokens_RS = np.zeros((len(rows), num_slots), np.int32)
     for i, (ids, _, _) in enumerate(rows):
         tokens_RS[i, : len(ids)] = ids
     length_R = np.array([len(ids) for ids, _, _ in rows], np.int32)
     start_R = np.array([start for _, start, _ in rows], np.int32)
-    return Rows(tokens_RS, length_R, start_R, np.full(len(rows), np.nan, np.float32), [row[2] for row in rows], {})
+    return Rows(
+        tokens_RS,
+        length_R,
+        start_R,
+        np.full(len(rows), np.nan, np.float32),
+        [row[2] for row in rows],
+        {},
+    )
 
 
-def _row(value: Any, where: str, tokenizer: Tokenizer, num_slots: int) -> tuple[list[int], int, str]:
+def _row(
+    value: Any, where: str, tokenizer: Tokenizer, num_slots: int
+) -> tuple[list[int], int, str]:
     fields = {"text": value} if isinstance(value, str) else value
-    kinds = [kind for kind in ("text", "prompt", "messages") if isinstance(fields, dict) and kind in fields]
+    kinds = [
+        kind
+        for kind in ("text", "prompt", "messages")
+        if isinstance(fields, dict) and kind in fields
+    ]
     if len(kinds) != 1:
-        raise SpecJAXError(f"{where}: must be a string, or an object with one of 'text', 'prompt' and 'messages'")
+        raise SpecJAXError(
+            f"{where}: must be a string, or an object with one of 'text', 'prompt' and 'messages'"
+        )
     domain = fields.get("domain", "")
-    known = {"text": {"text"}, "prompt": {"prompt", "completion"}, "messages": {"messages"}}[kinds[0]]
+    known = {"text": {"text"}, "prompt": {"prompt", "completion"}, "messages": {"messages"}}[
+        kinds[0]
+    ]
     if unknown := sorted(set(fields) - known - {"domain", "name"}):
         raise SpecJAXError(f"{where}: unknown key {unknown[0]!r} beside {kinds[0]!r}")
     if not isinstance(domain, str):
         raise SpecJAXError(f"{where}: texts and the domain must be strings")
     if kinds == ["prompt"] and not fields.get("completion"):
-        raise SpecJAXError(f"{where}: a prompt without a 'completion' (prompts alone are for --self_generate)")
+        raise SpecJAXError(
+            f"{where}: a prompt without a 'completion' (prompts alone are for --self_generate)"
+        )
     with files.parsing(where):
         if kinds == ["messages"]:
             if not fields["messages"] or fields["messages"][-1]["role"] != "assistant":
@@ -195,7 +231,8 @@ class Dataset:
         return np.concatenate([np.asarray(getattr(rows, name)) for rows in self.shards])
 
     def batch(self, indices: Sequence[int], taps: tuple[int, ...], prompt_weight: float) -> Batch:
-        """Some rows, with the residual streams if they were kept. The first tokens of a row do not count: nobody could
+        """Some rows, with the residual streams if they were kept. The first tokens of a row do not
+          count: nobody could
         guess them."""
         starts = np.cumsum([0, *map(len, self.shards)])
         shards = np.searchsorted(starts, indices, side="right") - 1
@@ -203,8 +240,14 @@ class Dataset:
         take = lambda name: np.stack([getattr(self.shards[s], name)[r] for s, r in places])  # noqa: E731
         tokens_BS, length_B, start_B = take("tokens_RS"), take("length_R"), take("start_R")
         position_S = np.arange(tokens_BS.shape[1])
-        weight_BS = np.where(position_S < start_B[:, None], prompt_weight, 1.0) * (position_S < length_B[:, None])
+        weight_BS = np.where(position_S < start_B[:, None], prompt_weight, 1.0) * (
+            position_S < length_B[:, None]
+        )
         weight_BS[:, :SKIPPED] = 0
         kept = all(set(taps) <= set(self.shards[s].taps) for s, _ in places)
-        found = tuple(np.stack([self.shards[s].taps[tap][r] for s, r in places]) for tap in taps) if kept else ()
+        found = (
+            tuple(np.stack([self.shards[s].taps[tap][r] for s, r in places]) for tap in taps)
+            if kept
+            else ()
+        )
         return Batch(tokens_BS, weight_BS.astype(np.float32), found)

@@ -1,4 +1,5 @@
-"""How often a drafter would be right: acceptance on held-out rows, by temperature, kind of text and draft position."""
+"""How often a drafter would be right: acceptance on held-out rows, by temperature, kind of text and
+draft position."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Score:
     """Acceptance over some places.
 
     Attributes:
-      temperature: 0, the share of places where the most likely tokens agree; or 1, the mean of sum(min(p, q)).
+      temperature: 0, the share of places where the most likely tokens agree; or 1, the mean of
+        sum(min(p, q)).
       domain: kind of text; "all" is the mean over the domains, each counting alike.
       text: "all", "loops" (see `LOOP`) or "no loops".
       by_position: for draft positions 1, 2, ..., given that the drafts before were the text itself.
@@ -39,10 +41,11 @@ class Score:
 
 
 class Evaluation:
-    """Held-out rows, and what the target says about them, which is worked out once, for the first scores.
+    """Held-out rows, and what the target says about them, which is worked out once, for the first
+    scores.
 
-    Greedy acceptance is measured on rows that were drawn at temperature 0, that at temperature 1 on rows that were
-    drawn at 1; on text that the target has not written, both.
+    Greedy acceptance is measured on rows that were drawn at temperature 0, that at temperature 1 on
+    rows that were drawn at 1; on text that the target has not written, both.
 
     Args:
       objective: which drafter it is, of which target.
@@ -55,9 +58,18 @@ class Evaluation:
       SpecJAXError: rows with nothing to guess, or a domain called "all".
     """
 
-    def __init__(self, objective: Objective, target_params, rows: Dataset, *, num_positions: int = 5,
-                 batch_size: int = 4):
-        self.objective = dataclasses.replace(objective, num_steps=num_positions if objective.is_head else 1)
+    def __init__(
+        self,
+        objective: Objective,
+        target_params,
+        rows: Dataset,
+        *,
+        num_positions: int = 5,
+        batch_size: int = 4,
+    ):
+        self.objective = dataclasses.replace(
+            objective, num_steps=num_positions if objective.is_head else 1
+        )
         self.target_params, self.rows = target_params, rows
         self.batch_size = batch_size * sharding.num_parts(objective.mesh)
         self._said_RS = rows.fields("said_RS")
@@ -66,14 +78,22 @@ class Evaluation:
         drawn_R = np.isin(self._temperature_R, (0, 1)) | np.isnan(self._temperature_R)
         first, behind = (2, num_positions - 1) if objective.is_head else (1, 0)
         if not self._said_RS[drawn_R, first : self._said_RS.shape[1] - behind].any():
-            raise SpecJAXError("no held-out row has a token to guess that was drawn at temperature 0 or 1")
+            raise SpecJAXError(
+                "no held-out row has a token to guess that was drawn at temperature 0 or 1"
+            )
         if ALL in self._domain_R:
-            raise SpecJAXError(f"held-out rows have a domain called {ALL!r}, which is what the mean is called")
+            raise SpecJAXError(
+                f"held-out rows have a domain called {ALL!r}, which is what the mean is called"
+            )
 
     @functools.cached_property
     def _said(self):
-        # Kept on the host: of many rows this is more than a device has room for beside a large target.
-        return [sharding.get(_ask(self.objective, self.target_params, self._batch(i))) for i in self._starts()]
+        # Kept on the host: of many rows this is more than a device has room for beside a large
+        # target.
+        return [
+            sharding.get(_ask(self.objective, self.target_params, self._batch(i)))
+            for i in self._starts()
+        ]
 
     def _starts(self):
         return range(0, len(self.rows), self.batch_size)
@@ -88,11 +108,25 @@ class Evaluation:
         parts = []
         for start, (taps, *others) in zip(self._starts(), self._said, strict=True):
             batch = self._batch(start)
-            parts.append(_agreement(self.objective, params, self.target_params, draft_ids_U,
-                                    batch._replace(taps=taps or batch.taps), *others))
-        agree_IRN = [np.concatenate([np.asarray(part[kind]) for part in parts], axis=1)[:, : len(self.rows)]
-                     for kind in range(2)]
-        return [score for temperature in (0, 1) for score in self._scores(temperature, agree_IRN[temperature])]
+            parts.append(
+                _agreement(
+                    self.objective,
+                    params,
+                    self.target_params,
+                    draft_ids_U,
+                    batch._replace(taps=taps or batch.taps),
+                    *others,
+                )
+            )
+        agree_IRN = [
+            np.concatenate([np.asarray(part[kind]) for part in parts], axis=1)[:, : len(self.rows)]
+            for kind in range(2)
+        ]
+        return [
+            score
+            for temperature in (0, 1)
+            for score in self._scores(temperature, agree_IRN[temperature])
+        ]
 
     def _scores(self, temperature: int, agree_IRN) -> list[Score]:
         I, _, N = agree_IRN.shape
@@ -107,11 +141,19 @@ class Evaluation:
                 # Of a chain all guesses must be of tokens that there are.
                 masks = [chosen & self._said_RS[:, first + i : first + i + N] for i in range(I)]
                 if masks[0].any():
-                    rates = tuple(float(agree_IRN[i][masks[i]].mean()) if masks[i].any() else np.nan for i in range(I))
+                    rates = tuple(
+                        float(agree_IRN[i][masks[i]].mean()) if masks[i].any() else np.nan
+                        for i in range(I)
+                    )
                     domains.append(Score(temperature, domain, text, rates, int(masks[0].sum())))
             if domains:
-                mean = tuple(float(x) for x in np.mean([score.by_position for score in domains], axis=0))
-                scores += [*domains, Score(temperature, ALL, text, mean, sum(score.places for score in domains))]
+                mean = tuple(
+                    float(x) for x in np.mean([score.by_position for score in domains], axis=0)
+                )
+                scores += [
+                    *domains,
+                    Score(temperature, ALL, text, mean, sum(score.places for score in domains)),
+                ]
         return scores
 
 
@@ -122,14 +164,16 @@ def summary(scores: list[Score]) -> tuple[float, ...]:
 
 
 def chain_length(scores: list[Score]) -> float:
-    """How many drafts in a row would be accepted, by `summary`: the number to compare drafters by, since a head that is
+    """How many drafts in a row would be accepted, by `summary`: the number to compare drafters by,
+      since a head that is
     better at the first draft alone may be worse at all that follow."""
     return float(np.cumprod(np.nan_to_num(summary(scores))).sum())
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _ask(objective: Objective, target_params, batch: Batch):
-    """Of the target at every place: its residual streams where they were not kept, the most likely token and the
+    """Of the target at every place: its residual streams where they were not kept, the most likely
+      token and the
     log-sum-exp of its logits."""
     taps_BSD = objective.features(target_params, batch)
 
@@ -137,13 +181,23 @@ def _ask(objective: Objective, target_params, batch: Batch):
         logits_SV = llama.logits(target_params, h_SD[None])[0]
         return logits_SV.argmax(-1), jax.nn.logsumexp(logits_SV, axis=-1)
 
-    return () if batch.taps else taps_BSD, *jax.lax.map(row, objective.hidden(target_params, taps_BSD))
+    return () if batch.taps else taps_BSD, *jax.lax.map(
+        row, objective.hidden(target_params, taps_BSD)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, batch: Batch, likeliest_BS,
-               logsumexp_BS):
-    """For each draft position whether the most likely tokens agree, and sum(min(p, q)) over the whole vocabulary."""
+def _agreement(
+    objective: Objective,
+    params: Any,
+    target_params,
+    draft_ids_U,
+    batch: Batch,
+    likeliest_BS,
+    logsumexp_BS,
+):
+    """For each draft position whether the most likely tokens agree, and sum(min(p, q)) over the
+    whole vocabulary."""
     params = jax.tree.map(lambda x: x.astype(objective.dtype), params)
     taps = objective.features(target_params, batch)
     hidden_BSD = objective.hidden(target_params, taps)
@@ -156,8 +210,10 @@ def _agreement(objective: Objective, params: Any, target_params, draft_ids_U, ba
         def row(x, head_UD=head_UD):
             h_ND, teacher_ND, likeliest_N, logsumexp_N = x
             # In float32, as `_ask` and decoding work logits out.
-            q_NU, p_NU = (llama.linear(x_ND[None], w_UD, dtype=jnp.float32)[0]
-                          for x_ND, w_UD in ((h_ND, head_UD), (teacher_ND, rows_UD)))
+            q_NU, p_NU = (
+                llama.linear(x_ND[None], w_UD, dtype=jnp.float32)[0]
+                for x_ND, w_UD in ((h_ND, head_UD), (teacher_ND, rows_UD))
+            )
             p_NU = jnp.exp(p_NU - logsumexp_N[:, None])
             guess_N = q_NU.argmax(-1)
             guess_N = guess_N if draft_ids_U is None else draft_ids_U[guess_N]

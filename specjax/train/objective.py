@@ -1,7 +1,8 @@
-"""What training minimises: how far a drafter's laws are from the target's, at every place where it will have to guess.
+"""What training minimises: how far a drafter's laws are from the target's, at every place where it
+will have to guess.
 
-Target and drafter are compared over the tokens that the drafter can guess, with the target's law renormalised to them:
-the law among them that is accepted most often is that one.
+Target and drafter are compared over the tokens that the drafter can guess, with the target's law
+renormalised to them: the law among them that is accepted most often is that one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens_BS: int32.
-      weight_BS: float32, how much it matters that this token is guessed well; 0 behind the end, and for the first ones.
-      taps: the target's residual streams after the layers that the objective names, `[B, S, D]`; () to ask the target.
+      weight_BS: float32, how much it matters that this token is guessed well; 0 behind the end, and
+        for the first ones.
+      taps: the target's residual streams after the layers that the objective names, `[B, S, D]`; ()
+        to ask the target.
     """
 
     tokens_BS: jax.Array
@@ -60,7 +63,8 @@ class Objective:
       target: the model to guess.
       drafter: configuration of the head, or of the draft model.
       distance: one of `DISTANCES`.
-      num_steps: for how many tokens in a row a head is fed its own features; must be 1 for a draft model.
+      num_steps: for how many tokens in a row a head is fed its own features; must be 1 for a draft
+        model.
       decay: weight of each such step in terms of the one before.
       dtype: of the computation; parameters that are trained are float32.
       mesh: the devices, None for one.
@@ -89,19 +93,24 @@ class Objective:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the target that are needed: those that the head reads, and the last, which the target's law needs.
-        """
+        """Layers of the target that are needed: those that the head reads, and the last, which the
+        target's law needs."""
         own = self.drafter.taps if self.is_head else ()
         return tuple(sorted({*own, self.target.num_layers - 1}))
 
     def weights(self, batch: Batch, num_steps: int) -> jax.Array:
         """For each step the weight of all places together."""
         N = batch.tokens_BS.shape[1] - 1 - (num_steps if self.is_head else 0)
-        firsts = range(2, 2 + num_steps) if self.is_head else (1,)  # the tokens that the first places guess
+        firsts = (
+            range(2, 2 + num_steps) if self.is_head else (1,)
+        )  # the tokens that the first places guess
         return jnp.stack([batch.weight_BS[:, first : first + N].sum() for first in firsts])
 
-    def loss(self, params, target_params, draft_ids_U, batch: Batch, num_steps: int, weights_I=None):
-        """The weighted mean distance, and by step that and the share of drafts that would be accepted.
+    def loss(
+        self, params, target_params, draft_ids_U, batch: Batch, num_steps: int, weights_I=None
+    ):
+        """The weighted mean distance, and by step that and the share of drafts that would be
+        accepted.
 
         Args:
           params: the drafter's, float32: what gradients are wanted of.
@@ -118,11 +127,19 @@ class Objective:
         hidden_BSD = self.hidden(target_params, taps)
         teacher_UD = llama.output_rows(target_params, draft_ids_U)
         distances, accepted = [], []
-        for i, (h_BND, head_VD) in enumerate(self.student(params, target_params, draft_ids_U, batch, taps, num_steps)):
-            first = 1 + i if self.is_head else 0  # the target's hidden state beside which the student's first one lies
+        for i, (h_BND, head_VD) in enumerate(
+            self.student(params, target_params, draft_ids_U, batch, taps, num_steps)
+        ):
+            first = (
+                1 + i if self.is_head else 0
+            )  # the target's hidden state beside which the student's first one lies
             N = h_BND.shape[1]
-            weight_BN = batch.weight_BS[:, first + 1 : first + 1 + N] / jnp.maximum(weights_I[i], 1e-6)
-            sums = self.compare(hidden_BSD[:, first : first + N], teacher_UD, h_BND, head_VD, weight_BN)
+            weight_BN = batch.weight_BS[:, first + 1 : first + 1 + N] / jnp.maximum(
+                weights_I[i], 1e-6
+            )
+            sums = self.compare(
+                hidden_BSD[:, first : first + N], teacher_UD, h_BND, head_VD, weight_BN
+            )
             distances.append(sums[0])
             accepted.append(sums[1])
         scale = [self.decay**i for i in range(len(distances))]
@@ -133,26 +150,32 @@ class Objective:
         """The target's residual streams at every token, after `self.taps`."""
         if batch.taps:
             return tuple(tap.astype(self.dtype) for tap in batch.taps)
-        return jax.lax.stop_gradient(ask(target_params, self.target, batch.tokens_BS, self.taps, self.mesh))
+        return jax.lax.stop_gradient(
+            ask(target_params, self.target, batch.tokens_BS, self.taps, self.mesh)
+        )
 
     def hidden(self, target_params, taps: tuple[jax.Array, ...]) -> jax.Array:
         """What the target's output matrix reads, of its `features`."""
         return llama.rms_norm(taps[-1], target_params["final_norm_D"], self.target.rms_norm_eps)
 
     def student(self, params, target_params, draft_ids_U, batch: Batch, taps, num_steps: int):
-        """For each step the drafter's hidden states `[B, N, D]`, and the output matrix that they go through."""
+        """For each step the drafter's hidden states `[B, N, D]`, and the output matrix that they go
+        through."""
         if not self.is_head:
             h_BSD = draft_hidden(params, self.drafter, batch.tokens_BS)
             return [(h_BSD[:, :-1], llama.output_rows(params, draft_ids_U))]
         own = tuple(taps[self.taps.index(tap)] for tap in self.drafter.taps)
         rows_UD = llama.output_rows(target_params, draft_ids_U)
-        hidden = unrolled(params, self.drafter, self.target, target_params, own, batch.tokens_BS, num_steps)
+        hidden = unrolled(
+            params, self.drafter, self.target, target_params, own, batch.tokens_BS, num_steps
+        )
         return [(h_BND, rows_UD) for h_BND in hidden]
 
     def compare(self, p_BND, p_UD, q_BND, q_UD, weight_BN):
         """Weighted sums over places of the distance and of the probability of acceptance.
 
-        No laws are kept in memory, and none is worked out twice: gradients are taken on the way forward.
+        No laws are kept in memory, and none is worked out twice: gradients are taken on the way
+          forward.
         """
         B, N, D = p_BND.shape
         size = min(max(CHUNK // B, 1), N)
@@ -162,22 +185,33 @@ class Objective:
             return x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
 
         def chunk(q_BCD, q_UD, p_BCD, weight_BC):
-            p_BCU, q_BCU = (jnp.einsum("bcd,ud->bcu", h_BCD, w_UD.astype(h_BCD.dtype),
-                                       preferred_element_type=jnp.float32)
-                            for h_BCD, w_UD in ((p_BCD, p_UD), (q_BCD, q_UD)))
-            return tuple((x_BC * weight_BC).sum() for x_BC in
-                         (DISTANCES[self.distance](p_BCU, q_BCU), 1 - tv(p_BCU, q_BCU)))
+            p_BCU, q_BCU = (
+                jnp.einsum(
+                    "bcd,ud->bcu",
+                    h_BCD,
+                    w_UD.astype(h_BCD.dtype),
+                    preferred_element_type=jnp.float32,
+                )
+                for h_BCD, w_UD in ((p_BCD, p_UD), (q_BCD, q_UD))
+            )
+            return tuple(
+                (x_BC * weight_BC).sum()
+                for x_BC in (DISTANCES[self.distance](p_BCU, q_BCU), 1 - tv(p_BCU, q_BCU))
+            )
 
         trained = (0,) if self.is_head else (0, 1)  # of a head, the output matrix is the target's
 
         def forward(q_BND, q_UD):
             def add(total, x):
                 sums, gradients = jax.value_and_grad(chunk, trained, has_aux=True)(
-                    x[0], q_UD if self.is_head else q_UD.astype(jnp.float32), *x[1:])
+                    x[0], q_UD if self.is_head else q_UD.astype(jnp.float32), *x[1:]
+                )
                 return jax.tree.map(jnp.add, total, (sums, gradients[1:])), gradients[0]
 
             zeros = (jnp.zeros(()),) * 2, (jnp.zeros(q_UD.shape),) * (len(trained) - 1)
-            (sums, by_matrix), by_hidden = jax.lax.scan(add, zeros, tuple(map(in_chunks, (q_BND, p_BND, weight_BN))))
+            (sums, by_matrix), by_hidden = jax.lax.scan(
+                add, zeros, tuple(map(in_chunks, (q_BND, p_BND, weight_BN)))
+            )
             return sums, (by_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :N], by_matrix)
 
         @jax.custom_vjp
@@ -185,14 +219,18 @@ class Objective:
             return forward(q_BND, q_UD)[0]
 
         def backward(gradients, cotangents):
-            by_hidden, by_matrix = jax.tree.map(lambda x: (x * cotangents[0]).astype(q_BND.dtype), gradients)
+            by_hidden, by_matrix = jax.tree.map(
+                lambda x: (x * cotangents[0]).astype(q_BND.dtype), gradients
+            )
             return by_hidden, by_matrix[0] if by_matrix else None
 
         sums.defvjp(forward, backward)
         return sums(q_BND, q_UD)
 
 
-def ask(target_params, cfg: LlamaConfig, tokens_BS, taps: tuple[int, ...], mesh=None) -> tuple[jax.Array, ...]:
+def ask(
+    target_params, cfg: LlamaConfig, tokens_BS, taps: tuple[int, ...], mesh=None
+) -> tuple[jax.Array, ...]:
     """The target's residual streams at every token of whole rows, after some layers."""
 
     def run(params, tokens_BS):
@@ -201,13 +239,19 @@ def ask(target_params, cfg: LlamaConfig, tokens_BS, taps: tuple[int, ...], mesh=
         return llama.prefill(params, cfg, tokens_BS, jnp.full(B, S), cache, S, taps=taps)[1]
 
     rows = jax.sharding.PartitionSpec(DATA)
-    mapped = sharding.on_mesh(run, mesh, sharding.specs(target_params, "target"), rows,
-                              out_specs=lambda taps: tuple(rows for _ in taps))
+    mapped = sharding.on_mesh(
+        run,
+        mesh,
+        sharding.specs(target_params, "target"),
+        rows,
+        out_specs=lambda taps: tuple(rows for _ in taps),
+    )
     return mapped(target_params, tokens_BS)
 
 
 def draft_hidden(params, cfg: LlamaConfig, tokens_BS) -> jax.Array:
-    """Hidden states of a model at every token of whole rows, after the final norm; can be differentiated."""
+    """Hidden states of a model at every token of whole rows, after the final norm; can be
+    differentiated."""
     rotation = llama.rotary(cfg, jnp.arange(tokens_BS.shape[1])[None])
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
@@ -219,12 +263,14 @@ def draft_hidden(params, cfg: LlamaConfig, tokens_BS) -> jax.Array:
     return llama.rms_norm(x_BSD, params["final_norm_D"], cfg.rms_norm_eps)
 
 
-def unrolled(params, cfg: HeadConfig, target: LlamaConfig, target_params, taps_BSD, tokens_BS, num_steps: int):
+def unrolled(
+    params, cfg: HeadConfig, target: LlamaConfig, target_params, taps_BSD, tokens_BS, num_steps: int
+):
     """A head's hidden states for each of `num_steps` tokens in a row, from every token on.
 
-    Chain j begins at the target's features of token j: step i reads the embedding of token j + 1 + i, and is to guess
-    token j + 2 + i. As in decoding it sees the slots up to j with the target's features, and what it made of its own
-    features in the slots j + 1 ... j + i.
+    Chain j begins at the target's features of token j: step i reads the embedding of token j + 1 +
+    i, and is to guess token j + 2 + i. As in decoding it sees the slots up to j with the target's
+    features, and what it made of its own features in the slots j + 1 ... j + i.
 
     Returns:
       For each step `[B, N, D]`, N = S - 1 - num_steps chains.
@@ -241,20 +287,28 @@ def unrolled(params, cfg: HeadConfig, target: LlamaConfig, target_params, taps_B
         embed_BND = llama.embed(target_params, target, tokens_BS[:, 1 + i : 1 + i + N])
         x_BND = eagle.join(params, cfg, feature_BND, embed_BND)
         rotation = llama.rotary(cfg.layer, i + jnp.arange(N)[None])
-        feature_BND, _ = llama.decoder_layer(params["layers"][0], cfg.layer, x_BND, rotation, attend)
+        feature_BND, _ = llama.decoder_layer(
+            params["layers"][0], cfg.layer, x_BND, rotation, attend
+        )
         outputs.append(eagle.hidden(params, cfg, feature_BND))
     return outputs
 
 
 def _attend(q_BNQH, seen):
-    """Attention of N chains to the first slots of all chains up to their own, and to their own later ones."""
+    """Attention of N chains to the first slots of all chains up to their own, and to their own
+    later ones."""
     (k_BNKH, v_BNKH), *own = seen
     B, N, Q, H = q_BNQH.shape
     q = q_BNQH.reshape(B, N, k_BNKH.shape[2], -1, H)
     scores = jnp.einsum("bnkgh,bmkh->bkgnm", q, k_BNKH, preferred_element_type=jnp.float32)
     scores = jnp.where(jnp.tri(N, dtype=bool), scores, MASKED)
-    extra = [jnp.einsum("bnkgh,bnkh->bkgn", q, k, preferred_element_type=jnp.float32)[..., None] for k, _ in own]
-    weights = jax.nn.softmax(jnp.concatenate([scores, *extra], axis=-1) * H**-0.5, axis=-1).astype(q.dtype)
+    extra = [
+        jnp.einsum("bnkgh,bnkh->bkgn", q, k, preferred_element_type=jnp.float32)[..., None]
+        for k, _ in own
+    ]
+    weights = jax.nn.softmax(jnp.concatenate([scores, *extra], axis=-1) * H**-0.5, axis=-1).astype(
+        q.dtype
+    )
     out = jnp.einsum("bkgnm,bmkh->bnkgh", weights[..., :N], v_BNKH)
     for i, (_, v) in enumerate(own):
         out += jnp.einsum("bkgn,bnkh->bnkgh", weights[..., N + i], v)

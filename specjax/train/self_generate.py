@@ -1,7 +1,9 @@
-"""Training data from the target itself: its own continuations of prompts, in batches through the decode loop.
+"""Training data from the target itself: its own continuations of prompts, in batches through the
+decode loop.
 
-A drafter has to guess what the target says, not what people have written. And while the target says it, its residual
-streams, which a head is trained on, come for nothing: a drafter that proposes nothing writes them down.
+A drafter has to guess what the target says, not what people have written. And while the target says
+it, its residual streams, which a head is trained on, come for nothing: a drafter that proposes
+nothing writes them down.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ PREFILL_CHUNK = 64
 
 @functools.lru_cache
 def recorder(taps: tuple[int, ...]) -> Drafter:
-    """A drafter that proposes nothing, and whose state has the target's residual streams after the layers `taps`.
+    """A drafter that proposes nothing, and whose state has the target's residual streams after the
+    layers `taps`.
 
-    State: committed tokens int32 `[B]`, and per layer float16 `[B, S, D]`, of all tokens but the last.
+    State: committed tokens int32 `[B]`, and per layer float16 `[B, S, D]`, of all tokens but the
+      last.
     """
 
     def narrow(tap):
@@ -48,17 +52,31 @@ def recorder(taps: tuple[int, ...]) -> Drafter:
         length_B, taps_BSD = state
         row_B = jnp.arange(len(length_B))
         place_B = jnp.where(context.length_B > length_B, length_B - 1, context.tokens_BS.shape[1])
-        return context.length_B, tuple(old.at[row_B, place_B].set(narrow(new[:, 0]), mode="drop")
-                                       for old, new in zip(taps_BSD, taps_BTD, strict=True))
+        return context.length_B, tuple(
+            old.at[row_B, place_B].set(narrow(new[:, 0]), mode="drop")
+            for old, new in zip(taps_BSD, taps_BTD, strict=True)
+        )
 
     return Drafter(1, propose, taps, init, update)
 
 
-def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequence[str], output: pathlib.Path, *,
-                  num_slots: int, batch_size: int, temperatures: Sequence[float], seed: int, taps: tuple[int, ...],
-                  eos_ids: Sequence[int] | None = None, page_size: int = 64,
-                  on_shard: Callable[[int, int], None] | None = None) -> list[pathlib.Path]:
-    """Writes shards of the target's continuations of prompts; those that the same call has written before are kept.
+def self_generate(
+    target: Model,
+    prompts: Sequence[Sequence[int]],
+    domains: Sequence[str],
+    output: pathlib.Path,
+    *,
+    num_slots: int,
+    batch_size: int,
+    temperatures: Sequence[float],
+    seed: int,
+    taps: tuple[int, ...],
+    eos_ids: Sequence[int] | None = None,
+    page_size: int = 64,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> list[pathlib.Path]:
+    """Writes shards of the target's continuations of prompts; those that the same call has written
+    before are kept.
 
     Args:
       target: the model.
@@ -67,7 +85,8 @@ def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequ
       output: folder of the shards.
       num_slots: S, tokens of a row: prompt and continuation.
       batch_size: rows of a shard, generated together.
-      temperatures: of the rows: each comes as often as the others, in an order that the seed decides.
+      temperatures: of the rows: each comes as often as the others, in an order that the seed
+        decides.
       seed: of everything random.
       taps: layers whose residual streams to keep.
       eos_ids: that end a continuation; by default the model's.
@@ -78,37 +97,66 @@ def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequ
       The shards' files.
 
     Raises:
-      SpecJAXError: `output` holds rows that were made otherwise, naming what differs; or a batch that the parts of the
-        mesh do not divide.
+      SpecJAXError: `output` holds rows that were made otherwise, naming what differs; or a batch
+        that the parts of the mesh do not divide.
     """
     if batch_size % sharding.num_parts(target.mesh):
-        raise SpecJAXError(f"a batch of {batch_size} rows cannot be split over "
-                           f"data_parallel={sharding.num_parts(target.mesh)}")
+        raise SpecJAXError(
+            f"a batch of {batch_size} rows cannot be split over "
+            f"data_parallel={sharding.num_parts(target.mesh)}"
+        )
     eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
-    files.claim(output, data.ABOUT, {
-        "model": target.path, "dtype": str(target.params["embed_VD"].dtype), "target": target.config.to_dict(),
-        "num_slots": num_slots, "batch_size": batch_size, "seed": seed,
-        "temperatures": list(temperatures), "taps": list(taps), "eos_ids": eos.tolist(),
-        "prompts": zlib.crc32(json.dumps([[domain, *map(int, prompt)] for domain, prompt in
-                                          zip(domains, prompts, strict=True)]).encode())})
+    files.claim(
+        output,
+        data.ABOUT,
+        {
+            "model": target.path,
+            "dtype": str(target.params["embed_VD"].dtype),
+            "target": target.config.to_dict(),
+            "num_slots": num_slots,
+            "batch_size": batch_size,
+            "seed": seed,
+            "temperatures": list(temperatures),
+            "taps": list(taps),
+            "eos_ids": eos.tolist(),
+            "prompts": zlib.crc32(
+                json.dumps(
+                    [
+                        [domain, *map(int, prompt)]
+                        for domain, prompt in zip(domains, prompts, strict=True)
+                    ]
+                ).encode()
+            ),
+        },
+    )
     rng = np.random.default_rng(seed)
     temperature_N = rng.permutation(np.resize(np.asarray(temperatures, np.float32), len(prompts)))
-    # Prompts of about the same length go together: those of a batch are read in as many steps as the longest needs.
+    # Prompts of about the same length go together: those of a batch are read in as many steps as
+    # the longest needs.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rng.shuffle(batches)
-    cfg = DecodeConfig(target.config, recorder(taps), num_valid_tokens=target.num_valid_tokens, page_size=page_size,
-                       mesh=target.mesh)
+    cfg = DecodeConfig(
+        target.config,
+        recorder(taps),
+        num_valid_tokens=target.num_valid_tokens,
+        page_size=page_size,
+        mesh=target.mesh,
+    )
     paths = [output / f"rows-{number:05}.safetensors" for number in range(len(batches))]
     for number, batch in enumerate(batches):
         if not paths[number].exists():
-            filled = np.resize(batch, batch_size)  # the last batch is filled up, so that one program serves all
+            filled = np.resize(
+                batch, batch_size
+            )  # the last batch is filled up, so that one program serves all
             tokens_BS = np.zeros((batch_size, num_slots), np.int32)
             for row, i in enumerate(filled):
                 tokens_BS[row, : len(prompts[i])] = prompts[i]
             start_B = np.array([len(prompts[i]) for i in filled], np.int32)
             end_B = np.where(np.arange(batch_size) < len(batch), num_slots, 0).astype(np.int32)
-            noise = sampling.SamplingParams((seed + filled).astype(np.uint32), temperature_N[filled])
+            noise = sampling.SamplingParams(
+                (seed + filled).astype(np.uint32), temperature_N[filled]
+            )
             eos_BE = np.broadcast_to(eos, (batch_size, len(eos)))
             arrays = sharding.put((tokens_BS, start_B, end_B, eos_BE, noise), target.mesh)
             state = decode.init_jit(target.params, None, cfg, *arrays, PREFILL_CHUNK)
@@ -117,8 +165,17 @@ def self_generate(target: Model, prompts: Sequence[Sequence[int]], domains: Sequ
             R = len(batch)
             tokens_RS, length_R, (_, taps_RSD) = jax.tree.map(lambda x, R=R: x[:R], found)
             tokens_RS = np.where(np.arange(num_slots) < length_R[:, None], tokens_RS, 0)
-            data.write_shard(paths[number], Rows(tokens_RS, length_R, start_B[:R], temperature_N[batch],
-                                        [domains[i] for i in batch], dict(zip(taps, taps_RSD, strict=True))))
+            data.write_shard(
+                paths[number],
+                Rows(
+                    tokens_RS,
+                    length_R,
+                    start_B[:R],
+                    temperature_N[batch],
+                    [domains[i] for i in batch],
+                    dict(zip(taps, taps_RSD, strict=True)),
+                ),
+            )
         if on_shard:
             on_shard(number + 1, len(batches))
     return paths

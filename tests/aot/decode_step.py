@@ -1,7 +1,8 @@
-"""Compiles the decode loop for an absent H100, and what is wrong on purpose: `python decode_step.py FOLDER`.
+"""Compiles the decode loop for an absent H100, and what is wrong on purpose: `python decode_step.py
+FOLDER`.
 
-Run by `gate.py` in a process of its own. Every program gets a folder, with its optimized HLO, its thunks, and the
-figures that the tests need.
+Run by `gate.py` in a process of its own. Every program gets a folder, with its optimized HLO, its
+thunks, and the figures that the tests need.
 """
 
 import json
@@ -21,22 +22,52 @@ from specjax.kernels import aot, dispatch
 from specjax.sampling import SamplingParams
 from specjax.train import init_head
 
-# A Llama-3 8B and a Llama-3 1B that have few layers; all layers are alike. No activation is as large as the smallest
-# weight, and no weight as large as the smallest pool.
-TARGET = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=2, num_heads=32,
-                     num_kv_heads=8, head_dim=128)
-DRAFT = LlamaConfig(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=1, num_heads=32,
-                    num_kv_heads=8, head_dim=64, tie_word_embeddings=True)
+# A Llama-3 8B and a Llama-3 1B that have few layers; all layers are alike. No activation is as
+# large as the smallest weight, and no weight as large as the smallest pool.
+TARGET = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=2,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+)
+DRAFT = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=1,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
 HEAD = init_head.config(TARGET, taps=(0, 1))
 B, S, K = 4, 16384, 2  # the steps of a draft are alike, and each takes seconds to compile
 
 # name: drafter, way of verifying, whether rows have filters, kernels of ours in a round
 PROGRAMS = {
     "plain": (None, "rejection", True, TARGET.num_layers + 1),
-    "rejection": ("draft_model", "rejection", True, TARGET.num_layers + K * (DRAFT.num_layers + 1) + 2),
-    "coupled": ("draft_model", "coupled", False, TARGET.num_layers + K * (DRAFT.num_layers + 1) + 1),
+    "rejection": (
+        "draft_model",
+        "rejection",
+        True,
+        TARGET.num_layers + K * (DRAFT.num_layers + 1) + 2,
+    ),
+    "coupled": (
+        "draft_model",
+        "coupled",
+        False,
+        TARGET.num_layers + K * (DRAFT.num_layers + 1) + 1,
+    ),
     "eagle": ("eagle", "rejection", True, TARGET.num_layers + K * (1 + 1) + 2),
-    "ngram": ("ngram", "rejection", False, 2 * TARGET.num_layers + 3),  # a round with guesses, and one without
+    "ngram": (
+        "ngram",
+        "rejection",
+        False,
+        2 * TARGET.num_layers + 3,
+    ),  # a round with guesses, and one without
 }
 
 
@@ -47,22 +78,47 @@ def main(folder: pathlib.Path) -> None:
         config, args, kernels = arguments(name)
         function = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
         params, draft_params, state = aot.abstract(args, mesh)
-        pools = [x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) > 2]  # and a head's features
-        weights = [x for path, x in jax.tree.leaves_with_path((params, draft_params)) if "norm" not in path[-1].key]
-        save(folder / name, function, (params, draft_params, config, state), jax.tree.leaves(state), pools, weights,
-             start, kernels=kernels, filters=PROGRAMS[name][2], logits_bytes=logits_bytes(name))
+        pools = [
+            x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) > 2
+        ]  # and a head's features
+        weights = [
+            x
+            for path, x in jax.tree.leaves_with_path((params, draft_params))
+            if "norm" not in path[-1].key
+        ]
+        save(
+            folder / name,
+            function,
+            (params, draft_params, config, state),
+            jax.tree.leaves(state),
+            pools,
+            weights,
+            start,
+            kernels=kernels,
+            filters=PROGRAMS[name][2],
+            logits_bytes=logits_bytes(name),
+        )
     for name, (function, args, donate) in broken().items():
         args = aot.abstract(args, mesh)
         pool, weight, _ = args
         function = jax.jit(function, donate_argnums=donate)
         save(folder / name, function, args, [pool], [pool], [weight], time.monotonic())
-    args = aot.abstract((Shape((B, 4096), jnp.bfloat16), Shape((4096, TARGET.vocab_size), jnp.bfloat16)), mesh)
-    compile_(folder / "logits_stacked", jax.jit(stack_logits), args, time.monotonic(), pools=[],
-             smallest_logits=B * TARGET.vocab_size)
+    args = aot.abstract(
+        (Shape((B, 4096), jnp.bfloat16), Shape((4096, TARGET.vocab_size), jnp.bfloat16)), mesh
+    )
+    compile_(
+        folder / "logits_stacked",
+        jax.jit(stack_logits),
+        args,
+        time.monotonic(),
+        pools=[],
+        smallest_logits=B * TARGET.vocab_size,
+    )
 
 
 def arguments(name: str):
-    """The static configuration of `decode.generate`, its abstract arguments, and the kernels of ours in a round."""
+    """The static configuration of `decode.generate`, its abstract arguments, and the kernels of
+    ours in a round."""
     drafter, mode, filters, kernels = PROGRAMS[name]
     draft_params = None
     if drafter == "draft_model":
@@ -77,16 +133,27 @@ def arguments(name: str):
     params = llama.abstract_params(TARGET, jnp.bfloat16)
     ids = lambda *shape: Shape(shape, jnp.int32)  # noqa: E731
     rows = Shape((B,), jnp.float32)
-    sampling = SamplingParams(seed_B=Shape((B,), jnp.uint32), temperature_B=rows,
-                              **(dict(top_k_B=ids(B), top_p_B=rows, min_p_B=rows) if filters else {}))
-    state = jax.eval_shape(lambda params, draft_params, *args: decode.init(params, draft_params, config, *args),
-                           params, draft_params, ids(B, S), ids(B), ids(B), ids(B, 3), sampling)
+    sampling = SamplingParams(
+        seed_B=Shape((B,), jnp.uint32),
+        temperature_B=rows,
+        **(dict(top_k_B=ids(B), top_p_B=rows, min_p_B=rows) if filters else {}),
+    )
+    state = jax.eval_shape(
+        lambda params, draft_params, *args: decode.init(params, draft_params, config, *args),
+        params,
+        draft_params,
+        ids(B, S),
+        ids(B),
+        ids(B),
+        ids(B, 3),
+        sampling,
+    )
     return config, (params, draft_params, state), kernels
 
 
 def logits_bytes(name: str) -> int:
-    """Of the logits that must be there at once: the target's, two more for filters to search in, and the drafts' where
-    their laws are needed after those."""
+    """Of the logits that must be there at once: the target's, two more for filters to search in,
+    and the drafts' where their laws are needed after those."""
     drafter, mode, filters, _ = PROGRAMS[name]
     rows = (K + 1 if drafter else 1) * (3 if filters else 1)
     laws = K if drafter in ("draft_model", "eagle") and mode == "rejection" else 0
@@ -95,25 +162,37 @@ def logits_bytes(name: str) -> int:
 
 def stack_logits(x_BD, weight_DV):
     """What must not happen."""
-    logits = [jnp.dot(x_BD, weight_DV, preferred_element_type=jnp.float32) for x_BD in (x_BD, jnp.tanh(x_BD))]
+    logits = [
+        jnp.dot(x_BD, weight_DV, preferred_element_type=jnp.float32)
+        for x_BD in (x_BD, jnp.tanh(x_BD))
+    ]
     return jax.lax.optimization_barrier(jnp.stack(logits, axis=1)).argmax(axis=2)
 
 
 def broken():
-    """Loops that look like ours and each break one rule; name: function, abstract arguments, donated arguments."""
+    """Loops that look like ours and each break one rule; name: function, abstract arguments,
+    donated arguments."""
 
     def loop(more):
         def body(carry):
             i, pool, weight, x = carry
-            pool, x = more(i, pool, weight, pool.at[i % 512, :, i % 64].set(x[:8, :128]), jnp.tanh(x @ weight))
+            pool, x = more(
+                i, pool, weight, pool.at[i % 512, :, i % 64].set(x[:8, :128]), jnp.tanh(x @ weight)
+            )
             return i + 1, pool, weight, x
 
         def function(pool, weight, x):
-            return jax.lax.while_loop(lambda carry: carry[0] < 100, body, (0, pool, weight, x))[1::2]
+            return jax.lax.while_loop(lambda carry: carry[0] < 100, body, (0, pool, weight, x))[
+                1::2
+            ]
 
         return function
 
-    args = (Shape((512, 8, 64, 128), jnp.bfloat16), Shape((4096, 4096), jnp.bfloat16), Shape((16, 4096), jnp.bfloat16))
+    args = (
+        Shape((512, 8, 64, 128), jnp.bfloat16),
+        Shape((4096, 4096), jnp.bfloat16),
+        Shape((16, 4096), jnp.bfloat16),
+    )
 
     def through_host(i, pool, weight, new, x):
         there = jax.lax.optimization_barrier(jax.device_put(x, jax.memory.Space.Host))
@@ -130,29 +209,51 @@ def broken():
         return new, jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
 
     right = lambda i, pool, weight, new, x: (new, x)  # noqa: E731
-    return {"right": (loop(right), args, 0), "not_donated": (loop(right), args, ()),
-            "through_host": (loop(through_host), args, 0), "weight_converted": (loop(convert), args, 0),
-            "pool_rebuilt": (loop(keep_both), args, 0), "loop_inside": (loop(loop_inside), args, 0)}  # fmt: skip
+    return {
+        "right": (loop(right), args, 0),
+        "not_donated": (loop(right), args, ()),
+        "through_host": (loop(through_host), args, 0),
+        "weight_converted": (loop(convert), args, 0),
+        "pool_rebuilt": (loop(keep_both), args, 0),
+        "loop_inside": (loop(loop_inside), args, 0),
+    }
 
 
-def save(folder: pathlib.Path, function, args, donated, pools, weights, start: float, **facts) -> None:
+def save(
+    folder: pathlib.Path, function, args, donated, pools, weights, start: float, **facts
+) -> None:
     """Compiles one program of the loop and writes down what there is to know about it."""
     size = lambda x: x.size * x.dtype.itemsize  # noqa: E731
-    compile_(folder, function, args, start, pools=sorted({x.shape for x in pools}), pool_bytes=sum(map(size, pools)),
-             smallest_pool_bytes=min(map(size, pools)), smallest_weight=min(x.size for x in weights),
-             state_bytes=sum(map(size, donated)), smallest_logits=B * TARGET.vocab_size, **facts)  # fmt: skip
+    compile_(
+        folder,
+        function,
+        args,
+        start,
+        pools=sorted({x.shape for x in pools}),
+        pool_bytes=sum(map(size, pools)),
+        smallest_pool_bytes=min(map(size, pools)),
+        smallest_weight=min(x.size for x in weights),
+        state_bytes=sum(map(size, donated)),
+        smallest_logits=B * TARGET.vocab_size,
+        **facts,
+    )
 
 
 def compile_(folder: pathlib.Path, function, args, start: float, **facts) -> None:
     """Compiles one program and saves it, with these facts and some about its memory."""
     program = aot.compile_(function, args, {"xla_dump_to": str(folder / "dump")})
     folder.joinpath("hlo.txt").write_text(program.as_text())
-    # Where no pass over the thunks runs, which is where command buffers are made, there is only the shorter name.
+    # Where no pass over the thunks runs, which is where command buffers are made, there is only the
+    # shorter name.
     thunks = sorted(folder.glob("dump/*.thunk_sequence*.txt"), key=lambda path: len(path.name))[-1]
     thunks.rename(folder / "thunks.txt")
     memory = program.memory_analysis()
-    facts |= dict(argument_bytes=memory.argument_size_in_bytes, temporary_bytes=memory.temp_size_in_bytes,
-                  aliased_bytes=memory.alias_size_in_bytes, seconds=time.monotonic() - start)
+    facts |= dict(
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        seconds=time.monotonic() - start,
+    )
     folder.joinpath("facts.json").write_text(json.dumps(facts))
 
 

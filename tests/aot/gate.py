@@ -1,4 +1,5 @@
-"""Runs the compilations for absent GPUs, each once per session and all at once, and reads what came of them."""
+"""Runs the compilations for absent GPUs, each once per session and all at once, and reads what came
+of them."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ from specjax.kernels import aot
 PACKAGES = "SPECJAX_AOT_PACKAGES"
 SECONDS = 900  # together they take 120 on two idle cores
 HERE = pathlib.Path(__file__).parent
-COMMANDS = {"resources": ["-m", "specjax.kernels.resources", "--check"],
-            **{name: [str(HERE / f"{name}.py")] for name in ("decode_step", "mesh_step")}}  # and the folder to write to
+COMMANDS = {
+    "resources": ["-m", "specjax.kernels.resources", "--check"],
+    **{name: [str(HERE / f"{name}.py")] for name in ("decode_step", "mesh_step")},
+}  # and the folder to write to
 
 
 def importable() -> bool:
@@ -31,7 +34,8 @@ def importable() -> bool:
 
 
 class Run(NamedTuple):
-    """What a process left: its exit code, None where it took too long, and its output and errors in one."""
+    """What a process left: its exit code, None where it took too long, and its output and errors in
+    one."""
 
     code: int | None
     out: str
@@ -47,26 +51,37 @@ def _runs(folder: pathlib.Path, names: tuple[str, ...]) -> dict[str, Run]:
         for name in names:
             output = stack.enter_context(folder.joinpath(f"{name}.txt").open("w+"))
             command = COMMANDS[name] + ([] if name == "resources" else [str(folder / name)])
-            process = subprocess.Popen([sys.executable, *command], env=aot.environment(packages), stdout=output,
-                                       stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env=aot.environment(packages),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
             stack.callback(process.kill)
             processes[name] = process
         for process in processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it has no exit code then, which is not 0 either
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # it has no exit code then, which is not 0 either
                 process.wait(SECONDS)
-        return {name: Run(process.poll(), folder.joinpath(f"{name}.txt").read_text())
-                for name, process in processes.items()}
+        return {
+            name: Run(process.poll(), folder.joinpath(f"{name}.txt").read_text())
+            for name, process in processes.items()
+        }
 
 
 def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
     """One of `COMMANDS`, run, and the folder with what it wrote. A gate that cannot run fails."""
     folder = tmp_path_factory.getbasetemp() / "aot"
     folder.mkdir(exist_ok=True)
-    # A worker of pytest-xdist has some of the files of tests, and would do all the others' work once more.
+    # A worker of pytest-xdist has some of the files of tests, and would do all the others' work
+    # once more.
     runs = _runs(folder, (name,) if "PYTEST_XDIST_WORKER" in os.environ else tuple(COMMANDS))
     if not runs:
-        pytest.fail("nothing here compiles for an absent GPU: run `make test`, which installs what that takes and "
-                    f"says where it is in {PACKAGES}, or install the extra 'aot'")
+        pytest.fail(
+            "nothing here compiles for an absent GPU: run `make test`, which installs what that takes and "
+            f"says where it is in {PACKAGES}, or install the extra 'aot'"
+        )
     return runs[name], folder / name
 
 
@@ -93,13 +108,26 @@ class Program:
 
     Attributes:
       facts: see there.
-      instructions: those that write to memory; what happens within a fusion or within a reduction does not.
+      instructions: those that write to memory; what happens within a fusion or within a reduction
+        does not.
       computations: name to lines.
       thunks: what runs, see `Thunk`.
     """
 
-    WRITES_NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call",
-                      "partition-id", "replica-id", "opt-barrier", "after-all")
+    WRITES_NOTHING = (
+        "parameter",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "constant",
+        "while",
+        "conditional",
+        "call",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "after-all",
+    )
 
     def __init__(self, folder: pathlib.Path):
         self.facts = json.loads(folder.joinpath("facts.json").read_text())
@@ -116,10 +144,16 @@ class Program:
 
     def _walk(self, computation: str) -> None:
         for line in self.computations[computation]:
-            name, result, op = re.match(r"\s*(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\(", line).groups()
-            for inner in re.findall(r"(?:body|condition|true_computation|false_computation)=%?([\w.-]+)", line):
+            name, result, op = re.match(
+                r"\s*(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\(", line
+            ).groups()
+            for inner in re.findall(
+                r"(?:body|condition|true_computation|false_computation)=%?([\w.-]+)", line
+            ):
                 self._walk(inner)
-            for several in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", line):
+            for several in re.findall(
+                r"(?:branch_computations|called_computations)=\{([^}]*)\}", line
+            ):
                 for inner in several.replace("%", "").split(", "):
                     self._walk(inner)
             if op == "call" or op.startswith("async"):
@@ -127,37 +161,59 @@ class Program:
             if op == "while":
                 self.while_loops.append(re.search(r'op_name="([^"]*)"', line)[1])
             if op not in self.WRITES_NOTHING:
-                shapes = tuple(tuple(int(size) for size in dims.split(",") if size)
-                               for dims in re.findall(r"\w+\[([\d,]*)\]", result))
+                shapes = tuple(
+                    tuple(int(size) for size in dims.split(",") if size)
+                    for dims in re.findall(r"\w+\[([\d,]*)\]", result)
+                )
                 inside = re.search(r"calls=%?([\w.-]+)", line)[1] if op == "fusion" else ""
                 self.instructions.append(Instruction(name, op, shapes, inside, line))
 
     def written(self, at_least: int) -> list[Instruction]:
-        """Instructions that write an array of at least so many numbers, unless they update a pool where it is."""
+        """Instructions that write an array of at least so many numbers, unless they update a pool
+        where it is."""
         pools = {tuple(shape) for shape in self.facts["pools"]}
 
         def updates(instruction: Instruction) -> bool:
             """Is it a fusion that scatters into pools, and writes nothing else that is large?"""
             body = self.computations.get(instruction.inside, [])
-            scattered = sum(" scatter(" in line or " dynamic-update-slice(" in line for line in body)
+            scattered = sum(
+                " scatter(" in line or " dynamic-update-slice(" in line for line in body
+            )
             large = [shape for shape in instruction.shapes if math.prod(shape) >= at_least]
             return pools.issuperset(large) and scattered >= len(large)
 
-        return [instruction for instruction in self.instructions
-                if any(math.prod(shape) >= at_least for shape in instruction.shapes) and not updates(instruction)]
+        return [
+            instruction
+            for instruction in self.instructions
+            if any(math.prod(shape) >= at_least for shape in instruction.shapes)
+            and not updates(instruction)
+        ]
 
     def products(self, at_least: int) -> list[Instruction]:
-        """Those of the instructions above that multiply matrices, and write nothing but the product."""
-        return [instruction for instruction in self.written(at_least) if len(instruction.shapes) == 1 and (
-            instruction.op == "dot" or any(" dot(" in line for line in self.computations.get(instruction.inside, [])))]
+        """Those of the instructions above that multiply matrices, and write nothing but the
+        product."""
+        return [
+            instruction
+            for instruction in self.written(at_least)
+            if len(instruction.shapes) == 1
+            and (
+                instruction.op == "dot"
+                or any(" dot(" in line for line in self.computations.get(instruction.inside, []))
+            )
+        ]
 
     def collectives(self) -> list[Instruction]:
         """Instructions by which devices exchange something."""
-        return [i for i in self.instructions if re.match("all-|collective-|reduce-scatter|ragged-all-to-all", i.op)
-                and not i.op.endswith("-done")]  # fmt: skip
+        return [
+            i
+            for i in self.instructions
+            if re.match("all-|collective-|reduce-scatter|ragged-all-to-all", i.op)
+            and not i.op.endswith("-done")
+        ]
 
     def exchanged(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Every array that devices exchange: by which operation, and the shape that it has afterwards."""
+        """Every array that devices exchange: by which operation, and the shape that it has
+        afterwards."""
         found = []
         for i in self.collectives():
             # The start of an asynchronous one may list what goes in before what comes out.
@@ -166,11 +222,27 @@ class Program:
         return found
 
     def leaves_the_device(self) -> list[str]:
-        """Instructions that go through the host or through its memory, and calls of what is no kernel of ours."""
-        ops = ("infeed", "outfeed", "send", "recv", "copy-start", "copy-done", "async", "send-done", "recv-done")
-        return [i.text for i in self.instructions
-                if i.op.startswith(ops) or "S(5)" in i.text or "callback" in i.text
-                or (i.op == "custom-call" and 'custom_call_target="mosaic_gpu_v2"' not in i.text)]
+        """Instructions that go through the host or through its memory, and calls of what is no
+        kernel of ours."""
+        ops = (
+            "infeed",
+            "outfeed",
+            "send",
+            "recv",
+            "copy-start",
+            "copy-done",
+            "async",
+            "send-done",
+            "recv-done",
+        )
+        return [
+            i.text
+            for i in self.instructions
+            if i.op.startswith(ops)
+            or "S(5)" in i.text
+            or "callback" in i.text
+            or (i.op == "custom-call" and 'custom_call_target="mosaic_gpu_v2"' not in i.text)
+        ]
 
 
 class Thunk(NamedTuple):
@@ -181,7 +253,8 @@ class Thunk(NamedTuple):
 
 
 def parse_thunks(text: str) -> list[Thunk]:
-    """Reads a `thunk_sequence_after_thunk_passes.txt`: one thunk a line, indented below the one that holds it."""
+    """Reads a `thunk_sequence_after_thunk_passes.txt`: one thunk a line, indented below the one
+    that holds it."""
     top = Thunk("", [])
     stack = [(-1, top)]  # indentation, thunk
     for line in text.splitlines():

@@ -1,4 +1,5 @@
-"""What XLA makes of the whole decode loop for a GPU: one loop, one command buffer, nothing copied, no host."""
+"""What XLA makes of the whole decode loop for a GPU: one loop, one command buffer, nothing copied,
+no host."""
 
 import math
 from collections import Counter
@@ -7,7 +8,9 @@ import gate
 import pytest
 from decode_step import PROGRAMS
 
-ONE_LOOP = [name for name in PROGRAMS if name != "ngram"]  # there two loops of one round or none stand for branches
+ONE_LOOP = [
+    name for name in PROGRAMS if name != "ngram"
+]  # there two loops of one round or none stand for branches
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,9 @@ def program(request, programs):
 
 
 def test_one_loop_holds_everything(program):
-    outermost = [name for name in program.while_loops if not name.startswith("jit(generate)/while/body/")]
+    outermost = [
+        name for name in program.while_loops if not name.startswith("jit(generate)/while/body/")
+    ]
     assert outermost == ["jit(generate)/while"]
     assert gate.kinds(program.thunks) == ["kWhile"]
 
@@ -38,16 +43,25 @@ def test_a_round_is_one_command_buffer(name, programs):
     """One launch of a CUDA graph, with every kernel of ours in it."""
     [loop] = programs[name].thunks
     assert gate.kinds(loop.children) == ["kCommandBuffer"]
-    assert gate.kinds(loop.children[0].children).count("kCustomCall") == programs[name].facts["kernels"]
+    assert (
+        gate.kinds(loop.children[0].children).count("kCustomCall")
+        == programs[name].facts["kernels"]
+    )
 
 
 def test_a_round_of_prompt_lookup_is_few_command_buffers(programs):
-    """The search, the pass with guesses, the pass without, what follows; a pass is a loop of one round or none."""
+    """The search, the pass with guesses, the pass without, what follows; a pass is a loop of one
+    round or none."""
     [loop] = programs["ngram"].thunks
     assert gate.kinds(loop.children) == ["kCommandBuffer", "kWhile", "kWhile", "kCommandBuffer"]
     passes = [inner for inner in loop.children if inner.kind == "kWhile"]
     assert [gate.kinds(inner.children) for inner in passes] == [["kCommandBuffer"]] * 2
-    kernels = [kind for inner in passes for kind in gate.kinds(inner.children[0].children) if kind == "kCustomCall"]
+    kernels = [
+        kind
+        for inner in passes
+        for kind in gate.kinds(inner.children[0].children)
+        if kind == "kCustomCall"
+    ]
     assert len(kernels) == programs["ngram"].facts["kernels"]
 
 
@@ -68,7 +82,8 @@ def sizes(instructions) -> Counter:
 
 
 def beside_logits(program) -> tuple[Counter, Counter]:
-    """Sizes of the products of matrices of B * V numbers or more, which are logits, and of other arrays so large."""
+    """Sizes of the products of matrices of B * V numbers or more, which are logits, and of other
+    arrays so large."""
     at_least = program.facts["smallest_logits"]
     logits = sizes(program.products(at_least))
     assert logits and all(size % at_least == 0 for size in logits)
@@ -77,8 +92,8 @@ def beside_logits(program) -> tuple[Counter, Counter]:
 
 
 def test_nothing_as_large_as_logits_is_written_but_logits(program):
-    """Filters alone write two more arrays for each of logits, in which they search: the order of the logits as
-    integers, and the weights."""
+    """Filters alone write two more arrays for each of logits, in which they search: the order of
+    the logits as integers, and the weights."""
     logits, others = beside_logits(program)
     expected = logits + logits if program.facts["filters"] else Counter()
     assert others == expected, [i.text for i in program.written(program.facts["smallest_logits"])]
@@ -95,7 +110,8 @@ def test_nothing_goes_through_the_host(program):
 
 
 def test_these_checks_notice(programs):
-    """Each loop that is wrong on purpose is caught by the check that is there for it, and the right one by none."""
+    """Each loop that is wrong on purpose is caught by the check that is there for it, and the right
+    one by none."""
 
     def faults(name):
         program = programs[name]

@@ -17,8 +17,11 @@ i32 240000, ptr %1, ptr %339)
 
 def table(text: str) -> list[list[str]]:
     """The cells of a table in Markdown, without its head."""
-    rows = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in text.splitlines()
-            if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("| \n").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     return rows[2:]
 
 
@@ -30,7 +33,10 @@ def measured(tmp_path_factory):
 
 
 def test_every_configuration_compiles_and_fits(measured):
-    expected = [[configuration.kernel, configuration.description] for configuration in resources.configurations()]
+    expected = [
+        [configuration.kernel, configuration.description]
+        for configuration in resources.configurations()
+    ]
     assert [row[:2] for row in measured] == expected
     assert len(expected) > 30
     for row in measured:

@@ -1,5 +1,5 @@
-"""The kernels, and whole generations through them, on a real GPU: JAX_PLATFORMS=cuda pytest -m gpu tests/gpu"""
-
+"""The kernels, and whole generations through them, on a real GPU: JAX_PLATFORMS=cuda pytest -m gpu
+tests/gpu"""
 
 import functools
 import os
@@ -10,9 +10,17 @@ from types import SimpleNamespace
 # The cases of the kernels are those that run without a GPU.
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
 if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
-    # What makes tiny models compile faster on a CPU would make the GPU's programs slow. No backend exists yet.
-    OURS = ("--xla_force_host_platform", "--xla_backend_optimization", "--xla_llvm_disable", "--xla_cpu")
-    os.environ["XLA_FLAGS"] = " ".join(x for x in os.environ.get("XLA_FLAGS", "").split() if not x.startswith(OURS))
+    # What makes tiny models compile faster on a CPU would make the GPU's programs slow. No backend
+    # exists yet.
+    OURS = (
+        "--xla_force_host_platform",
+        "--xla_backend_optimization",
+        "--xla_llvm_disable",
+        "--xla_cpu",
+    )
+    os.environ["XLA_FLAGS"] = " ".join(
+        x for x in os.environ.get("XLA_FLAGS", "").split() if not x.startswith(OURS)
+    )
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +44,26 @@ pytestmark = pytest.mark.gpu
 
 IMPLEMENTATION = "mosaic_gpu"
 PASSES = SimpleNamespace(
-    draw=jax.jit(functools.partial(verify.draw, implementation=IMPLEMENTATION), static_argnames="num_valid"),
-    reject=jax.jit(functools.partial(verify.reject, implementation=IMPLEMENTATION), static_argnames="num_valid"),
-    residual=jax.jit(lambda *args, num_valid: join_races(verify_kernel.residual(*args, num_valid)),
-                     static_argnames="num_valid"))  # fmt: skip
+    draw=jax.jit(
+        functools.partial(verify.draw, implementation=IMPLEMENTATION), static_argnames="num_valid"
+    ),
+    reject=jax.jit(
+        functools.partial(verify.reject, implementation=IMPLEMENTATION), static_argnames="num_valid"
+    ),
+    residual=jax.jit(
+        lambda *args, num_valid: join_races(verify_kernel.residual(*args, num_valid)),
+        static_argnames="num_valid",
+    ),
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def gpu():
     """A test that was asked for and cannot run has not passed."""
     if reason := dispatch.missing_gpu():
-        pytest.fail(f"tests marked gpu cannot run: {reason}. Run JAX_PLATFORMS=cuda pytest -m gpu tests/gpu")
+        pytest.fail(
+            f"tests marked gpu cannot run: {reason}. Run JAX_PLATFORMS=cuda pytest -m gpu tests/gpu"
+        )
 
 
 class TestAttention:
@@ -54,35 +71,51 @@ class TestAttention:
     def test_case(self, name):
         case = attention_tests.CASES[name]
         arrays, ancestors_BT2 = case.arguments()
-        out_BTNH = attention_tests.ATTENTION(*arrays, ancestors_BT2=ancestors_BT2, implementation=IMPLEMENTATION)
+        out_BTNH = attention_tests.ATTENTION(
+            *arrays, ancestors_BT2=ancestors_BT2, implementation=IMPLEMENTATION
+        )
         assert not case.wrong(np.asarray(out_BTNH, np.float64)).any()
 
     @pytest.mark.parametrize("splits", [1, 2, 3, 7])
     def test_splits(self, splits):
-        case = attention_tests.Case([-1, 3, 150, 390], 6, G=4, NKV=2, H=128, Z=64, X=7, dtype="bfloat16")
-        out_BTNH = jax.jit(functools.partial(attention_kernel.paged_attention, num_splits=splits))(*case.arguments()[0])
+        case = attention_tests.Case(
+            [-1, 3, 150, 390], 6, G=4, NKV=2, H=128, Z=64, X=7, dtype="bfloat16"
+        )
+        out_BTNH = jax.jit(functools.partial(attention_kernel.paged_attention, num_splits=splits))(
+            *case.arguments()[0]
+        )
         assert not case.wrong(np.asarray(out_BTNH, np.float64)).any()
 
     def test_it_gives_the_same_every_time(self):
         """A race would hardly."""
-        case = attention_tests.Case([100, 2000, 777, -1], 6, G=4, NKV=8, H=128, Z=64, X=32, dtype="bfloat16")
+        case = attention_tests.Case(
+            [100, 2000, 777, -1], 6, G=4, NKV=8, H=128, Z=64, X=32, dtype="bfloat16"
+        )
         arrays, _ = case.arguments()
-        first = np.asarray(attention_tests.ATTENTION(*arrays, implementation=IMPLEMENTATION).astype(jnp.float32))
+        first = np.asarray(
+            attention_tests.ATTENTION(*arrays, implementation=IMPLEMENTATION).astype(jnp.float32)
+        )
         for _ in range(50):
             again = attention_tests.ATTENTION(*arrays, implementation=IMPLEMENTATION)
             np.testing.assert_array_equal(np.asarray(again.astype(jnp.float32)), first)
 
 
 class TestVerification:
-    @pytest.mark.parametrize(("V", "dtype", "valid"), [
-        (2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("V", "dtype", "valid"),
+        [(2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)],
+    )
     def test_draws(self, V, dtype, valid):
         verify_tests.Round(PASSES, V, dtype=dtype, valid=valid).check_draws()
 
-    @pytest.mark.parametrize(("V", "dtype", "guess", "seed"), [
-        (2048, jnp.bfloat16, True, 1), (4999, jnp.float32, False, 2), (40, jnp.float32, False, 3)])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("V", "dtype", "guess", "seed"),
+        [(2048, jnp.bfloat16, True, 1), (4999, jnp.float32, False, 2), (40, jnp.float32, False, 3)],
+    )
     def test_rejection(self, V, dtype, guess, seed):
-        verify_tests.Round(PASSES, V, dtype=dtype, guess=guess, valid=V - 3, seed=seed).check_rejection()
+        verify_tests.Round(
+            PASSES, V, dtype=dtype, guess=guess, valid=V - 3, seed=seed
+        ).check_rejection()
 
     @pytest.mark.parametrize("kind", ["random", "both have zeros", "guess, p has zeros"])
     def test_the_emitted_law_is_the_targets(self, kind):
@@ -97,19 +130,36 @@ def test_checks_of_the_benchmark(page_size):
 
 @functools.cache
 def model(dtype, seed: int = 0, noise: float = 0.0) -> Model:
-    """A random Llama that the kernels can run, with wide weights, so that its laws are far from flat."""
-    config = LlamaConfig(vocab_size=1000, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
-                         num_kv_heads=2, head_dim=64, max_position_embeddings=512)  # fmt: skip
+    """A random Llama that the kernels can run, with wide weights, so that its laws are far from
+    flat."""
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
     params = llama.init(jax.random.key(seed), config, scale=0.12)
     if noise:
         other = llama.init(jax.random.key(seed + 1), config, scale=0.12)
         params = jax.tree.map(lambda a, b: a + noise * b, params, other)
     # In both dtypes the very same numbers.
-    return Model(config, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), params), None, (), "random")
+    return Model(
+        config,
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), params),
+        None,
+        (),
+        "random",
+    )
 
 
-PROMPTS = [np.random.default_rng(i).integers(0, 1000, length).tolist()
-           for i, length in enumerate((5, 70, 33, 128, 1, 64))]  # fmt: skip
+PROMPTS = [
+    np.random.default_rng(i).integers(0, 1000, length).tolist()
+    for i, length in enumerate((5, 70, 33, 128, 1, 64))
+]
 NEW = 48
 
 
@@ -123,16 +173,20 @@ def generate(drafter, **options):
 
 
 def on_xla(dtype, tokens_BS):
-    """`conftest.full_logits` by the reference: its page is as long as the text, which no kernel of ours takes."""
+    """`conftest.full_logits` by the reference: its page is as long as the text, which no kernel of
+    ours takes."""
     return jnp.asarray(full_logits(model(dtype), tokens_BS), jnp.float32)
 
 
 class Judge:
-    """Of which token is right after a text: the logits of the same weights in float32, on the `xla` implementation.
+    """Of which token is right after a text: the logits of the same weights in float32, on the `xla`
+      implementation.
 
-    Logits in bfloat16 are off. By how much, the `xla` implementation itself shows on the same texts: what its bfloat16
-    logits differ at most from its float32 ones is what either of two compared logits may be off by on a kernel, and as
-    much again is left for the kernel's own order of rounding. Two tokens within four times it are a near tie.
+    Logits in bfloat16 are off. By how much, the `xla` implementation itself shows on the same
+      texts: what its bfloat16
+    logits differ at most from its float32 ones is what either of two compared logits may be off by
+    on a kernel, and as much again is left for the kernel's own order of rounding. Two tokens within
+    four times it are a near tie.
     """
 
     def __init__(self, texts):
@@ -142,7 +196,10 @@ class Judge:
         with jax.default_matmul_precision("highest"):
             self.logits_BSV = on_xla(jnp.float32, tokens_BS)
         off_BSV = abs(on_xla(jnp.bfloat16, tokens_BS) - self.logits_BSV)
-        written_BS = np.arange(256) < np.array([len(p) + len(t) for p, t in zip(PROMPTS, texts, strict=True)])[:, None]
+        written_BS = (
+            np.arange(256)
+            < np.array([len(p) + len(t) for p, t in zip(PROMPTS, texts, strict=True)])[:, None]
+        )
         self.margin = 4 * float(off_BSV.max(-1)[written_BS].max())
         self.texts = texts
         # A margin that most wrong tokens would pass is none.
@@ -161,9 +218,16 @@ class Judge:
 
     def check(self, temperature: float = 0.0, seed: int = 0):
         """Every token is the best after the text before it, or nearly."""
-        behind_BN = np.array([[value_V.max() - value_V[token] for i, token in enumerate(text)
-                               for value_V in [self.values(b, i, temperature, seed)]]
-                              for b, text in enumerate(self.texts)])  # fmt: skip
+        behind_BN = np.array(
+            [
+                [
+                    value_V.max() - value_V[token]
+                    for i, token in enumerate(text)
+                    for value_V in [self.values(b, i, temperature, seed)]
+                ]
+                for b, text in enumerate(self.texts)
+            ]
+        )
         assert behind_BN.max() <= self.margin
         assert (behind_BN == 0).mean() > 0.9, "far more near ties than bfloat16 makes"
 
@@ -179,14 +243,19 @@ class TestGeneration:
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_speculation_changes_a_text_at_near_ties_only(self, temperature):
         """The first difference is judged; what follows it follows another text."""
-        plain, coupled = (generate(name, temperature=temperature, seed=7) for name in ("none", "draft_model"))
+        plain, coupled = (
+            generate(name, temperature=temperature, seed=7) for name in ("none", "draft_model")
+        )
         judge = Judge(plain)
         for b, (one, other) in enumerate(zip(plain, coupled, strict=True)):
             i = next((i for i in range(NEW) if one[i] != other[i]), None)
             if i is not None:
                 value_V = judge.values(b, i, temperature, 7)
                 assert abs(value_V[one[i]] - value_V[other[i]]) <= judge.margin
-        assert sum(one == other for one, other in zip(plain, coupled, strict=True)) >= len(PROMPTS) // 2
+        assert (
+            sum(one == other for one, other in zip(plain, coupled, strict=True))
+            >= len(PROMPTS) // 2
+        )
 
     def test_rejection_sampling_emits_as_many_tokens(self):
         texts = generate("draft_model", verify="rejection", temperature=0.8)

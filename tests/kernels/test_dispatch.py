@@ -25,10 +25,18 @@ def test_hopper_runs_the_kernels_where_they_can_do_it(monkeypatch, unsupported):
         assert dispatch.choose("mosaic_gpu") == "mosaic_gpu"
 
 
-@pytest.mark.parametrize(("platform", "capability", "reason"), [
-    ("cpu", None, "JAX runs on 'cpu'"), ("gpu", "8.0", "this one has 8.0"), ("gpu", "10.0", "this one has 10.0"),
-    ("gpu", "gfx942", "JAX runs on")])  # fmt: skip
-def test_elsewhere_a_wish_for_the_kernels_is_refused_with_the_reason(monkeypatch, platform, capability, reason):
+@pytest.mark.parametrize(
+    ("platform", "capability", "reason"),
+    [
+        ("cpu", None, "JAX runs on 'cpu'"),
+        ("gpu", "8.0", "this one has 8.0"),
+        ("gpu", "10.0", "this one has 10.0"),
+        ("gpu", "gfx942", "JAX runs on"),
+    ],
+)
+def test_elsewhere_a_wish_for_the_kernels_is_refused_with_the_reason(
+    monkeypatch, platform, capability, reason
+):
     on(monkeypatch, platform, capability)
     assert dispatch.choose(None) == "xla"
     with pytest.raises(ValueError, match=reason):

@@ -1,4 +1,5 @@
-"""Paged attention against dense attention in float64: one class of cases, run for every implementation.
+"""Paged attention against dense attention in float64: one class of cases, run for every
+implementation.
 
 The Mosaic kernel runs on the CPU, in Pallas' interpreter for GPUs with its race detector on.
 """
@@ -14,7 +15,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from specjax.kernels import dispatch
-from specjax.kernels.paged_attention import mosaic_gpu, pack_ancestors, paged_attention, unsupported, xla
+from specjax.kernels.paged_attention import (
+    mosaic_gpu,
+    pack_ancestors,
+    paged_attention,
+    unsupported,
+    xla,
+)
 
 ATTENTION = jax.jit(paged_attention, static_argnames="implementation")
 
@@ -22,15 +29,20 @@ if jax.__version_info__ >= (0, 11):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-needs_interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX before 0.11 (that is, on Python "
-                                       "3.11) has no interpreter for Mosaic GPU kernels")  # fmt: skip
-IMPLEMENTATIONS = [pytest.param(name, marks=needs_interpreter if name == "mosaic_gpu" else ())
-                   for name in dispatch.IMPLEMENTATIONS]
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="JAX before 0.11 (that is, on Python 3.11) has no interpreter for Mosaic GPU kernels",
+)
+IMPLEMENTATIONS = [
+    pytest.param(name, marks=needs_interpreter if name == "mosaic_gpu" else ())
+    for name in dispatch.IMPLEMENTATIONS
+]
 
 
 @dataclasses.dataclass
 class Case:
-    """Queries, and the keys and values of ragged sequences, both dense and in pages that are scattered over a pool.
+    """Queries, and the keys and values of ragged sequences, both dense and in pages that are
+    scattered over a pool.
 
     Slots that nothing was written to, and pages that no sequence holds, are NaN.
     """
@@ -70,7 +82,9 @@ class Case:
                 self.v_pool[self.block_table_BX[b, x], :, z] = self.v_BSKH[b, slot]
         self.seen_BTJ = np.broadcast_to(np.tri(self.T, dtype=bool), (B, self.T, self.T))
         if self.tree:
-            self.seen_BTJ = np.tril(rng.random((B, self.T, self.T)) < 0.3) | np.eye(self.T, dtype=bool)
+            self.seen_BTJ = np.tril(rng.random((B, self.T, self.T)) < 0.3) | np.eye(
+                self.T, dtype=bool
+            )
 
     def arguments(self):
         arrays = [jnp.asarray(x, self.dtype) for x in (self.q_BTNH, self.k_pool, self.v_pool)]
@@ -81,7 +95,9 @@ class Case:
         arrays, ancestors_BT2 = self.arguments()
         if implementation == "mosaic_gpu":
             interpret = InterpretGPUParams(detect_races=True)
-            out = mosaic_gpu.paged_attention(*arrays, ancestors_BT2, interpret=interpret, num_splits=self.splits)
+            out = mosaic_gpu.paged_attention(
+                *arrays, ancestors_BT2, interpret=interpret, num_splits=self.splits
+            )
             out.block_until_ready()
             assert not gpu_callbacks.get_races().races_found
         else:
@@ -98,7 +114,9 @@ class Case:
             new_J = [self.start_B[b] + j for j in range(self.T) if self.seen_BTJ[b, t, j]]
             seen = [*range(before), *(slot for slot in new_J if slot >= 0)]
             if seen:
-                scores_S = self.k_BSKH[b, seen, n // self.G] @ self.q_BTNH[b, t, n] / np.sqrt(self.H)
+                scores_S = (
+                    self.k_BSKH[b, seen, n // self.G] @ self.q_BTNH[b, t, n] / np.sqrt(self.H)
+                )
                 weight_S = np.exp(scores_S - scores_S.max())
                 v_SH = self.v_BSKH[b, seen, n // self.G]
                 out_BTNH[b, t, n] = weight_S / weight_S.sum() @ v_SH
@@ -108,9 +126,10 @@ class Case:
     def wrong(self, out_BTNH):
         """Which numbers are further off than rounding explains.
 
-        Two roundings to the dtype are allowed, each to the nearest: of the weights, which moves the sum of weighted
-        values by that part of the sum of their magnitudes at most, and of the output. Products are exact in float32;
-        3e-6 is for its sums.
+        Two roundings to the dtype are allowed, each to the nearest: of the weights, which moves the
+          sum of weighted
+        values by that part of the sum of their magnitudes at most, and of the output. Products are
+        exact in float32; 3e-6 is for its sums.
         """
         expected_BTNH, size_BTNH = self.expected
         tolerance_BTNH = float(jnp.finfo(self.dtype).eps) * size_BTNH + 3e-6
@@ -118,15 +137,22 @@ class Case:
 
     def check(self, implementation):
         wrong_BTNH = self.wrong(self.run(implementation))
-        assert not wrong_BTNH.any(), f"{wrong_BTNH.mean():.1%} wrong, at {np.argwhere(wrong_BTNH)[:5].tolist()}"
+        assert not wrong_BTNH.any(), (
+            f"{wrong_BTNH.mean():.1%} wrong, at {np.argwhere(wrong_BTNH)[:5].tolist()}"
+        )
 
 
-# What the kernel for GPUs can do; few and rich, for its interpreter is slow. A block is 64 slots, a tile 64 rows.
+# What the kernel for GPUs can do; few and rich, for its interpreter is slow. A block is 64 slots, a
+# tile 64 rows.
 CASES = {
     "ragged": Case([-1, 13, 63, 64], 2, G=1, H=64, Z=16, X=5, dtype="bfloat16"),
-    "tree, splits without work": Case([3, 150], 5, G=9, NKV=1, H=64, Z=32, tree=True, dtype="bfloat16", splits=3),
+    "tree, splits without work": Case(
+        [3, 150], 5, G=9, NKV=1, H=64, Z=32, tree=True, dtype="bfloat16", splits=3
+    ),
     "tree of 64": Case([10, 97], 64, NKV=1, H=128, Z=64, X=3, tree=True, dtype="bfloat16"),
-    "tree, tiles that are not full": Case([-1, 40], 9, G=16, NKV=1, H=64, Z=32, tree=True, dtype="bfloat16"),
+    "tree, tiles that are not full": Case(
+        [-1, 40], 9, G=16, NKV=1, H=64, Z=32, tree=True, dtype="bfloat16"
+    ),
     "chunk": Case([0, 70], 128, G=3, NKV=1, H=64, Z=128, X=2, dtype="bfloat16"),
     "float16": Case([130, 5, -1], 3, G=8, NKV=1, H=128, Z=16, X=9, dtype="float16", splits=2),
     "more blocks than stages": Case([390], 1, G=4, NKV=1, H=64, Z=64, X=7, dtype="bfloat16"),
@@ -180,9 +206,12 @@ def test_zeros_and_shifted_outputs_are_found_wrong(name):
             assert case.wrong(np.roll(expected_BTNH, 1, axis)).any(-1)[several_BTN].all()
 
 
-# In the order in which the kernel's source has them; two of them once more in the loop over masked blocks.
+# In the order in which the kernel's source has them; two of them once more in the loop over masked
+# blocks.
 WAITS = ["consumed", "queries", "keys", "values", "keys, masked", "values, masked", "zeroed"]
-CONTROL = Case([198], 5, G=16, NKV=1, H=64, Z=64, dtype="bfloat16")  # four blocks, two consumers, an end inside a block
+CONTROL = Case(
+    [198], 5, G=16, NKV=1, H=64, Z=64, dtype="bfloat16"
+)  # four blocks, two consumers, an end inside a block
 
 
 @needs_interpreter
@@ -195,7 +224,8 @@ class TestRacesAreFound:
         gpu_callbacks.reset_gpu_interpret_mode_state()
 
     def remove_wait(self, monkeypatch, removed):
-        """Takes the wait with this number out of the kernel; returns the list of those that it came upon."""
+        """Takes the wait with this number out of the kernel; returns the list of those that it came
+        upon."""
         found = []
 
         def barrier_wait(barrier, wait=plgpu.barrier_wait):
@@ -229,7 +259,8 @@ class TestXLA:
     @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
     @pytest.mark.parametrize("T", [1, 2, 3, 5, 8])
     def test_few_queries_go_to_the_pages(self, monkeypatch, T, tree):
-        """With no more pages than the sequences could fill, and wide heads, nothing is gathered on a CPU."""
+        """With no more pages than the sequences could fill, and wide heads, nothing is gathered on
+        a CPU."""
         taken = mock.Mock(wraps=xla._in_place)
         monkeypatch.setattr(xla, "_in_place", taken)
         Case([0, 2, 3, 4, 5, 7, 8, 9, 15, -1], T, H=40, tree=tree, spare_pages=0).check("xla")
@@ -301,7 +332,9 @@ def trace(implementation, **options):
     """The traced program for a GPU that is absent."""
     case = Case([0], 1, **{"H": 64, "Z": 16, "X": 1, "dtype": "bfloat16", **options})
     with dispatch.compiling_for(dispatch.HOPPER):
-        return jax.make_jaxpr(functools.partial(paged_attention, implementation=implementation))(*case.arguments()[0])
+        return jax.make_jaxpr(functools.partial(paged_attention, implementation=implementation))(
+            *case.arguments()[0]
+        )
 
 
 UNSUPPORTED = [
@@ -325,18 +358,24 @@ def test_what_the_kernel_cannot_do_is_said_or_left_to_xla(options, reason):
 
 
 def test_queries_of_another_dtype_are_left_to_xla():
-    q, pool = jax.ShapeDtypeStruct((1, 1, 2, 64), "float32"), jax.ShapeDtypeStruct((1, 1, 16, 64), "bfloat16")
+    q, pool = (
+        jax.ShapeDtypeStruct((1, 1, 2, 64), "float32"),
+        jax.ShapeDtypeStruct((1, 1, 16, 64), "bfloat16"),
+    )
     reason = "it needs queries in the dtype of the pools, bfloat16, and these are float32"
     assert unsupported(q, pool) == reason
 
 
-@pytest.mark.parametrize(("num_ctas", "max_slots", "splits"), [
-    (512, 32768, 1),  # a batch of 64 with 8 kv heads fills the GPU by itself
-    (8, 512, 2),  # a short context is left in few pieces
-    (8, 8192, 14),  # 112 CTAs for 132 SMs
-    (2, 131072, 57),
-    (100, 8192, 1),  # 200 CTAs would take two turns, of half the time each
-    (70, 8192, 3),  # but 210 take two turns of a third
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_ctas", "max_slots", "splits"),
+    [
+        (512, 32768, 1),  # a batch of 64 with 8 kv heads fills the GPU by itself
+        (8, 512, 2),  # a short context is left in few pieces
+        (8, 8192, 14),  # 112 CTAs for 132 SMs
+        (2, 131072, 57),
+        (100, 8192, 1),  # 200 CTAs would take two turns, of half the time each
+        (70, 8192, 3),  # but 210 take two turns of a third
+    ],
+)
 def test_splits_fill_the_gpu(num_ctas, max_slots, splits):
     assert mosaic_gpu.num_splits_for(num_ctas, max_slots, num_sms=132) == splits
