@@ -19,7 +19,7 @@ rounding it takes to get another text. The weights are our export of our convers
 first checks them against transformers' own reading.
 """
 
-# ruff: noqa: E501 (long lines of strings)
+
 
 import functools
 import json
