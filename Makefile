@@ -26,7 +26,7 @@ test: $(VENV)/test.stamp $(AOT) $(MODEL)
 
 # Writes kernels/RESOURCES.md.
 resources: $(AOT)
-	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$(abspath $(AOT)) $(BIN)/python -m specjax.kernels.resources
+	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$(abspath $(AOT)) $(BIN)/python -m specjax.kernels.gpu.resources
 
 # The decode loop of a whole Llama-3 70B, with a Llama-3 8B that drafts, compiled for four absent H100s and A100s: what a
 # device would hold. `make test` checks the same of a few layers.

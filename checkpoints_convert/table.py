@@ -134,7 +134,7 @@ def parameters(cfg: LlamaConfig) -> list[Parameter]:
         cfg.head_dim,
         cfg.num_heads,
     )
-    NKV, G = cfg.num_kv_heads, cfg.group_size
+    K, G = cfg.num_kv_heads, cfg.group_size
 
     def plain(
         path: Path, name: str, shape: tuple[int, ...], block: tuple[int, ...] | None = None
@@ -142,12 +142,12 @@ def parameters(cfg: LlamaConfig) -> list[Parameter]:
         return Parameter(path, 0, (Part(name, shape, block or shape),))
 
     def qkv(path: Path, prefix: str, suffix: str, *tail: int) -> Parameter:
-        parts = (("q", N, G), ("k", NKV, 1), ("v", NKV, 1))
+        parts = (("q", N, G), ("k", K, 1), ("v", K, 1))
         return Parameter(
             path,
             1,
             tuple(
-                Part(f"{prefix}.{letter}_proj.{suffix}", (heads * H, *tail), (NKV, group, H, *tail))
+                Part(f"{prefix}.{letter}_proj.{suffix}", (heads * H, *tail), (K, group, H, *tail))
                 for letter, heads, group in parts
             ),
         )
@@ -176,7 +176,7 @@ def parameters(cfg: LlamaConfig) -> list[Parameter]:
                 (*attention, "out_DKGH"),
                 f"{layer}.self_attn.o_proj.weight",
                 (D, N * H),
-                (D, NKV, G, H),
+                (D, K, G, H),
             ),
         ]
         if cfg.attention_bias:

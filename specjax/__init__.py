@@ -1,12 +1,12 @@
 """Lossless speculative decoding for Llama models in JAX."""
 
-from specjax.checkpoint import Model, load
 from specjax.drafters.base import Draft, Drafter
+from specjax.engine.eagle_heads import EagleHead
+from specjax.engine.eagle_heads import load as load_head
+from specjax.engine.generate import Completion, Generation, generate
+from specjax.engine.load import Model, load
 from specjax.errors import SpecJAXError
-from specjax.generation import Completion, Generation, generate
-from specjax.heads import Head
-from specjax.heads import load as load_head
-from specjax.sharding import make_mesh
+from specjax.parallel import make_mesh
 
 __version__ = "0.1.0"
 
@@ -14,8 +14,8 @@ __all__ = [
     "Completion",
     "Draft",
     "Drafter",
+    "EagleHead",
     "Generation",
-    "Head",
     "Model",
     "SpecJAXError",
     "generate",

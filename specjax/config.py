@@ -70,7 +70,7 @@ class LlamaConfig:
       intermediate_size: F.
       num_layers: L.
       num_heads: N, query heads.
-      num_kv_heads: NKV; divides `num_heads`.
+      num_kv_heads: K; divides `num_heads`.
       head_dim: H; need not be D / N.
       rms_norm_eps: added to the mean square in RMSNorm.
       max_position_embeddings: most tokens, prompt and output together, that a sequence may have.

@@ -6,7 +6,7 @@ first `length - 1` of them; the last one is *pending*, and is the first token of
 round
 
   1. lets the drafter propose K tokens after the pending one;
-  2. runs the target once on the block [pending, d1 ... dK] in slots length - 1 ... length - 1 + K;
+  2. runs the target once on the block [pending, d1 ... dK] in positions length - 1 ... length - 1 + K;
   3. accepts n <= K drafts and adds one token of the target's own: n + 1 tokens are emitted, fewer
      where an end-of-sequence token comes first;
   4. adds what was emitted to the length. Keys and values of rejected drafts simply lie beyond it.
@@ -15,7 +15,7 @@ round
 caller that wants to see text early calls it repeatedly, with the same compiled program and the same
 result.
 
-On a mesh every device runs all of this on its own shards (`sharding.on_mesh`), and exchanges with
+On a mesh every device runs all of this on its own shards (`parallel.on_mesh`), and exchanges with
 the others what `llama.forward` and verification say. The devices of a sequence see the same drafts,
 noise and reduced numbers, and so come to the same decisions; those of other sequences do not wait
 for them.
@@ -31,16 +31,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
-from specjax import kv_cache, llama, sharding
+from specjax import kv_cache, lax_utils, llama, parallel
 from specjax import sampling as sampling_lib
 from specjax.config import LlamaConfig
 from specjax.drafters.base import Context, Draft, Drafter, Draw, Prefill
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
-from specjax.kernels.verify import Law, usable
+from specjax.kernels.sampling import Distribution, usable
 from specjax.kv_cache import PagedKVCache
-from specjax.sampling import SamplingParams, Stream
-from specjax.sharding import DATA, MODEL_AXES, split_over
+from specjax.parallel import DATA, MODEL_AXES, split_over
+from specjax.sampling import SamplingArrays, Stream
 from specjax.verify import MODES, Verified, verify
 
 
@@ -54,10 +54,10 @@ class DecodeConfig:
       verify: "rejection" or "coupled", see `verify`.
       num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding);
         None for all.
-      page_size: Z, slots per page of the key/value caches.
+      page_size: Z, positions per page of the key/value caches.
       implementation: of attention and verification, see `kernels.dispatch.choose`; None for the
         best one here.
-      mesh: from `sharding.make_mesh`; None for one device. Arrays have their whole shapes on both
+      mesh: from `parallel.make_mesh`; None for one device. Arrays have their whole shapes on both
         sides of `init` and `generate`; the names of a drafter's parameters and state say how they
         are split, see `sharding`. What has no letters in its name is whole on every device if it is
         a parameter, and split by rows if it is of the state.
@@ -90,7 +90,7 @@ class DecodeConfig:
             raise SpecJAXError(
                 f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}"
             )
-        sharding.check(self.target, sharding.degree(self.mesh, "target"), "target")
+        parallel.check(self.target, parallel.degree(self.mesh, "target"), "target")
 
 
 @struct.dataclass
@@ -124,7 +124,7 @@ class DecodeState:
     eos_BE: jax.Array
     active_B: jax.Array
     failed_B: jax.Array
-    sampling: SamplingParams
+    sampling: SamplingArrays
     cache: PagedKVCache
     drafter: Any
     rounds_B: jax.Array
@@ -146,7 +146,7 @@ def init(
     prompt_length_B: jax.Array,
     max_length_B: jax.Array,
     eos_BE: jax.Array,
-    sampling: SamplingParams,
+    sampling: SamplingArrays,
     prefill_chunk: int = 256,
 ) -> DecodeState:
     """Reads the prompts and returns the state from which `generate` starts.
@@ -161,7 +161,7 @@ def init(
       max_length_B: int32 most tokens, prompt and output; at most S. A row whose prompt reaches it
         emits nothing.
       eos_BE: int32 ids that end a row, filled up with -1.
-      sampling: see `SamplingParams`.
+      sampling: see `SamplingArrays`.
       prefill_chunk: tokens of a prompt that are read at a time (static).
 
     Raises:
@@ -173,19 +173,19 @@ def init(
         raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
     if prefill_chunk < 1:
         raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-    B, num_parts = len(tokens_BS), sharding.num_parts(cfg.mesh)
-    if B % num_parts:
+    B, dp_size = len(tokens_BS), parallel.dp_size(cfg.mesh)
+    if B % dp_size:
         raise SpecJAXError(
-            f"{B} rows cannot be split over data_parallel={num_parts}: add rows that emit nothing"
+            f"{B} rows cannot be split over data_parallel={dp_size}: add rows that emit nothing"
         )
     prompts = (tokens_BS, prompt_length_B, max_length_B, eos_BE, sampling)
-    run = sharding.on_mesh(
+    run = parallel.on_mesh(
         lambda params, drafter_params, prompts: _init(
             params, drafter_params, cfg, *prompts, prefill_chunk
         ),
         cfg.mesh,
         *_param_specs(params, drafter_params),
-        sharding.specs(prompts, "target", PartitionSpec(DATA)),
+        parallel.specs(prompts, "target", PartitionSpec(DATA)),
         out_specs=_state_specs,
     )
     return run(params, drafter_params, prompts)
@@ -205,21 +205,21 @@ def _init(
     B, S = tokens_BS.shape
     max_length_B = jnp.minimum(max_length_B, S)
     cache = llama.init_cache(params, cfg.target, B, S, cfg.page_size)
-    taps = cfg.drafter.taps if cfg.drafter else ()
-    cache, taps_BSD = llama.prefill(
+    aux_layers = cfg.drafter.aux_layers if cfg.drafter else ()
+    cache, aux_hidden_BSD = llama.prefill(
         params,
         cfg.target,
         tokens_BS,
         prompt_length_B - 1,
         cache,
         prefill_chunk,
-        taps=taps,
+        aux_layers=aux_layers,
         implementation=cfg.implementation,
     )
     drafter_state = ()
     if cfg.drafter:
         prefill = Prefill(
-            tokens_BS, prompt_length_B, taps_BSD, params, cfg.page_size, prefill_chunk
+            tokens_BS, prompt_length_B, aux_hidden_BSD, params, cfg.page_size, prefill_chunk
         )
         drafter_state = cfg.drafter.init(drafter_params, prefill)
 
@@ -285,17 +285,17 @@ def generate(
 
     specs = (
         *_param_specs(params, drafter_params),
-        sharding.specs(max_rounds, "target"),
+        parallel.specs(max_rounds, "target"),
         _state_specs(state),
     )
-    return sharding.on_mesh(loop, cfg.mesh, *specs)(params, drafter_params, max_rounds, state)
+    return parallel.on_mesh(loop, cfg.mesh, *specs)(params, drafter_params, max_rounds, state)
 
 
 def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
     """One round: every active row gets between 1 and K + 1 new tokens. Arguments and errors as for
     `generate`."""
     specs = (*_param_specs(params, drafter_params), _state_specs(state))
-    run = sharding.on_mesh(
+    run = parallel.on_mesh(
         lambda params, drafter_params, state: _step(params, drafter_params, cfg, state),
         cfg.mesh,
         *specs,
@@ -304,12 +304,12 @@ def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Decod
 
 
 def _param_specs(params, drafter_params):
-    return sharding.specs(params, "target"), sharding.specs(drafter_params, "draft")
+    return parallel.specs(params, "target"), parallel.specs(drafter_params, "draft")
 
 
 def _state_specs(state: DecodeState):
     own, drafters = (
-        sharding.specs(part, role, PartitionSpec(DATA))
+        parallel.specs(part, role, PartitionSpec(DATA))
         for part, role in ((state.replace(drafter=()), "target"), (state.drafter, "draft"))
     )
     return own.replace(drafter=drafters)
@@ -318,8 +318,8 @@ def _state_specs(state: DecodeState):
 def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
     B, S = state.tokens_BS.shape
     draft, drafter_state = _propose(params, drafter_params, cfg, state)
-    drafts_BK = draft.tokens_BK
-    K = drafts_BK.shape[1]
+    drafts_BM = draft.tokens_BM
+    K = drafts_BM.shape[1]
     always_drafts = draft.count_B is None
     # A draft in the place of the last token that a row may emit would be checked for nothing.
     count_B = jnp.full(B, K) if always_drafts else draft.count_B
@@ -327,8 +327,8 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
     count_B = jnp.where(state.active_B, count_B, 0)
     cache = kv_cache.reserve(state.cache, jnp.where(state.active_B, state.length_B + count_B, 0))
     pending_B1 = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None] - 1, axis=1)
-    block_BT = jnp.concatenate([pending_B1, drafts_BK], axis=1)
-    taps = cfg.drafter.taps if cfg.drafter else ()
+    block_BT = jnp.concatenate([pending_B1, drafts_BM], axis=1)
+    aux_layers = cfg.drafter.aux_layers if cfg.drafter else ()
 
     def check(k: int, cache):
         """Runs the target on the pending token and k drafts; the result has the shapes of k = K."""
@@ -338,16 +338,16 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
             block_BT[:, : k + 1],
             state.length_B - 1,
             cache,
-            taps=taps,
+            aux_layers=aux_layers,
             implementation=cfg.implementation,
         )
         logits_BTV = llama.logits(params, output.hidden_BTD)
         verified = verify(
             cfg.verify,
             logits_BTV,
-            drafts_BK[:, :k],
+            drafts_BM[:, :k],
             count_B,
-            draft.law,
+            draft.distribution,
             state.sampling,
             state.length_B,
             num_valid=cfg.num_valid_tokens,
@@ -356,23 +356,24 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
         )
         pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
         verified = Verified(pad(verified.tokens_BT), verified.accepted_B, pad(verified.usable_BT))
-        return output.cache, verified, tuple(map(pad, output.taps))
+        return output.cache, verified, tuple(map(pad, output.aux_layers))
 
     if always_drafts:
-        cache, verified, taps_BTD = check(K, cache)
+        cache, verified, aux_hidden_BTD = check(K, cache)
     else:
         # A drafter with nothing to say must cost nothing.
         none = Verified(
             jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros((B, K + 1), bool)
         )
-        no_taps = tuple(
-            jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype) for _ in taps
+        no_aux_hidden = tuple(
+            jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype)
+            for _ in aux_layers
         )
         has_drafts = jnp.any(count_B > 0)
-        checked = kv_cache.when(
-            has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_taps)
+        checked = lax_utils.cond_in_place(
+            has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_aux_hidden)
         )
-        cache, verified, taps_BTD = kv_cache.when(
+        cache, verified, aux_hidden_BTD = lax_utils.cond_in_place(
             ~has_drafts, lambda cache, *_: check(0, cache), checked
         )
 
@@ -399,8 +400,8 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
 
     accepted_B = jnp.minimum(verified.accepted_B, emitted_B)
     unusable_drafts_B = state.unusable_drafts_B
-    for k, law in enumerate(draft.law or ()):
-        unusable_drafts_B += (k < count_B) & ~usable(law.largest_BT)
+    for k, distribution in enumerate(draft.distribution or ()):
+        unusable_drafts_B += (k < count_B) & ~usable(distribution.largest_BT)
     state = state.replace(
         tokens_BS=state.tokens_BS.at[row_B1, place_BT].set(verified.tokens_BT, mode="drop"),
         length_B=length_B,
@@ -415,7 +416,7 @@ def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> Deco
     )
     if cfg.drafter:
         drafter_state = cfg.drafter.update(
-            drafter_params, drafter_state, state.context(params), verified, taps_BTD
+            drafter_params, drafter_state, state.context(params), verified, aux_hidden_BTD
         )
     return state.replace(drafter=drafter_state)
 
@@ -429,8 +430,8 @@ def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> t
 
     V, whole, degree = (
         cfg.target.vocab_size,
-        sharding.degree(cfg.mesh, "target"),
-        sharding.degree(cfg.mesh, "draft"),
+        parallel.degree(cfg.mesh, "target"),
+        parallel.degree(cfg.mesh, "draft"),
     )
 
     def draw(logits_BV, position_B):
@@ -442,7 +443,7 @@ def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> t
             )
         split = split_over(size, V, "draft" if size == V // degree else "target")
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        token_B1, law = sampling_lib.draw(
+        token_B1, distribution = sampling_lib.draw(
             logits_BV[:, None],
             state.sampling,
             position_B[:, None],
@@ -451,23 +452,23 @@ def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> t
             axis_name=split or None,
             implementation=cfg.implementation,
         )
-        law = jax.tree.map(lambda x: x[:, 0], law)
-        # Verification needs of the draft's law what this device has of the target's vocabulary.
+        distribution = jax.tree.map(lambda x: x[:, 0], distribution)
+        # Verification needs of the draft's distribution what this device has of the target's vocabulary.
         if size > V // whole:
             shard = jax.lax.axis_index(
                 tuple(axis for axis in MODEL_AXES["target"] if axis not in split)
             )
             own_BV = jax.lax.dynamic_slice_in_dim(
-                law.logits_BTV, shard * (V // whole), V // whole, axis=1
+                distribution.logits_BTV, shard * (V // whole), V // whole, axis=1
             )
-            law = law._replace(logits_BTV=own_BV)
-        return _agreed(token_B1[:, 0], cfg, split), law
+            distribution = distribution._replace(logits_BTV=own_BV)
+        return _agreed(token_B1[:, 0], cfg, split), distribution
 
     def certain(token_B):
         axes = MODEL_AXES["target"] if whole > 1 else ()
         token_V = jnp.arange(V // whole) + (jax.lax.axis_index(axes) * (V // whole) if axes else 0)
         one_B = jnp.ones(B, jnp.float32)
-        return Law(
+        return Distribution(
             jnp.where(token_V == token_B[:, None], 0.0, -jnp.inf),
             0 * one_B,
             0 * one_B,
@@ -477,14 +478,14 @@ def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> t
     draft, drafter_state = cfg.drafter.propose(
         drafter_params, state.drafter, state.context(params), Draw(draw, certain)
     )
-    if draft.tokens_BK.shape != (B, cfg.drafter.num_tokens):
+    if draft.tokens_BM.shape != (B, cfg.drafter.num_tokens):
         expected = (B, cfg.drafter.num_tokens)
         raise SpecJAXError(
-            f"the drafter proposed tokens of shape {draft.tokens_BK.shape}, not {expected}"
+            f"the drafter proposed tokens of shape {draft.tokens_BM.shape}, not {expected}"
         )
-    if draft.law is None:  # what was drawn is agreed on already
+    if draft.distribution is None:  # what was drawn is agreed on already
         draft = draft._replace(
-            **_agreed(dict(tokens_BK=draft.tokens_BK, count_B=draft.count_B), cfg)
+            **_agreed(dict(tokens_BM=draft.tokens_BM, count_B=draft.count_B), cfg)
         )
     return draft, drafter_state
 

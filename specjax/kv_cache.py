@@ -2,7 +2,7 @@
 all on the device.
 
 The cache knows nothing of how long a sequence is: that is `DecodeState.length_B`, once. It only
-knows which page holds which *slots* (slot = absolute position of a token in its sequence). Slots at
+knows which page holds which *positions* (position = absolute position of a token in its sequence). Positions at
 or beyond a sequence's length may hold anything at all; attention never lets them through. Rolling
 back after a rejection therefore moves and changes nothing.
 
@@ -11,8 +11,6 @@ never leaves the devices of its sequence. The kv heads are split like the model'
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +22,12 @@ from specjax.errors import SpecJAXError
 
 @struct.dataclass
 class PagedKVCache:
-    """Pools and their bookkeeping. P pages of Z slots serve B sequences of at most X pages each.
+    """Pools and their bookkeeping. P pages of Z positions serve B sequences of at most X pages each.
 
     Attributes:
-      k_PKZH: per layer, the pool of keys after rotary embedding, `[P, NKV, Z, H]`.
-      v_PKZH: per layer, values, `[P, NKV, Z, H]`.
-      block_table_BX: int32, page that holds slots `[x * Z, (x + 1) * Z)` of a sequence; P (no such
+      k_PKZH: per layer, the pool of keys after rotary embedding, `[P, K, Z, H]`.
+      v_PKZH: per layer, values, `[P, K, Z, H]`.
+      block_table_BX: int32, page that holds positions `[x * Z, (x + 1) * Z)` of a sequence; P (no such
         page) where none.
       free_P: int32 stack of page ids; its first `num_free_C` entries are the free pages.
       num_free_C: int32 `[1]`, how many; on a mesh the C caches of the parts of the batch have one
@@ -44,19 +42,19 @@ class PagedKVCache:
 
     @property
     def page_size(self) -> int:
-        """Z, slots per page."""
+        """Z, positions per page."""
         return self.k_PKZH[0].shape[2]
 
 
-def pages_for(num_slots: int, page_size: int) -> int:
-    """How many pages `num_slots` slots need."""
-    return -(-num_slots // page_size)
+def pages_for(max_seq_len: int, page_size: int) -> int:
+    """How many pages `max_seq_len` positions need."""
+    return -(-max_seq_len // page_size)
 
 
 def init(
     cfg: LlamaConfig,
     batch_size: int,
-    max_slots: int,
+    max_seq_len: int,
     *,
     page_size: int,
     num_pages: int | None = None,
@@ -68,20 +66,20 @@ def init(
     Args:
       cfg: model whose keys and values it holds.
       batch_size: B.
-      max_slots: most slots that one sequence may use.
+      max_seq_len: most positions that one sequence may use.
       page_size: Z.
-      num_pages: P; by default as many as all sequences need at `max_slots` each.
+      num_pages: P; by default as many as all sequences need at `max_seq_len` each.
       num_kv_heads: of the shard, where kv heads are split; by default all of the model's.
       dtype: of the pools.
 
     Raises:
       SpecJAXError: a size that is not positive.
     """
-    max_pages = pages_for(max_slots, page_size) if page_size > 0 else 0
+    max_pages = pages_for(max_seq_len, page_size) if page_size > 0 else 0
     num_pages = batch_size * max_pages if num_pages is None else num_pages
     for name, value in (
         ("batch_size", batch_size),
-        ("max_slots", max_slots),
+        ("max_seq_len", max_seq_len),
         ("page_size", page_size),
         ("num_pages", num_pages),
     ):
@@ -97,18 +95,18 @@ def init(
     )
 
 
-def reserve(cache: PagedKVCache, slots_B: jax.Array) -> PagedKVCache:
-    """Gives each sequence pages for its first `slots_B` slots; those it already has stay where they
+def reserve(cache: PagedKVCache, positions_B: jax.Array) -> PagedKVCache:
+    """Gives each sequence pages for its first `positions_B` positions; those it already has stay where they
     are.
 
     A sequence that asks for more than X pages gets X. When the free list runs dry, the sequences
     last in the batch get fewer pages than they asked for (their table keeps P there, and what is
-    written to such slots is dropped). With as many pages as `init` makes by default this cannot
+    written to such positions is dropped). With as many pages as `init` makes by default this cannot
     happen.
     """
     num_pages = cache.free_P.shape[0]
     max_pages = cache.block_table_BX.shape[1]
-    wanted_BX = jnp.arange(max_pages) < -(-slots_B[:, None] // cache.page_size)
+    wanted_BX = jnp.arange(max_pages) < -(-positions_B[:, None] // cache.page_size)
     missing_BX = wanted_BX & (cache.block_table_BX == num_pages)
     rank_BX = jnp.cumsum(missing_BX.ravel()).reshape(
         missing_BX.shape
@@ -134,30 +132,22 @@ def release(cache: PagedKVCache, rows_B: jax.Array) -> PagedKVCache:
     )
 
 
-def locate(cache: PagedKVCache, slots_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Page and offset of each slot, int32 `[B, T]`; the page is P for slots that no page holds
+def locate(cache: PagedKVCache, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Page and offset of each position, int32 `[B, T]`; the page is P for positions that no page holds
     (negative ones too)."""
     num_pages = cache.free_P.shape[0]
     max_pages = cache.block_table_BX.shape[1]
-    index_BT = slots_BT // cache.page_size
+    index_BT = positions_BT // cache.page_size
     page_BT = jnp.take_along_axis(
         cache.block_table_BX, jnp.clip(index_BT, 0, max_pages - 1), axis=1
     )
-    held_BT = (slots_BT >= 0) & (index_BT < max_pages)
-    return jnp.where(held_BT, page_BT, num_pages), slots_BT % cache.page_size
+    held_BT = (positions_BT >= 0) & (index_BT < max_pages)
+    return jnp.where(held_BT, page_BT, num_pages), positions_BT % cache.page_size
 
 
 def write(
     pool: jax.Array, page_BT: jax.Array, offset_BT: jax.Array, new_BTKH: jax.Array
 ) -> jax.Array:
-    """Writes new keys or values `[B, T, NKV, H]` to their pages and offsets in a pool `[P, NKV, Z,
+    """Writes new keys or values `[B, T, K, H]` to their pages and offsets in a pool `[P, K, Z,
     H]`, in place when the pool is donated. Entries whose page is P are dropped."""
     return pool.at[page_BT, :, offset_BT].set(new_BTKH.astype(pool.dtype), mode="drop")
-
-
-def when(condition: jax.Array, function: Callable, carry: tuple) -> tuple:
-    """`function(*carry)` where the condition holds, `carry` elsewhere; like `lax.cond`, into whose
-    branches and out of which XLA copies the key/value pools. A loop of one round or none updates
-    them where they are."""
-    once = lambda loop: (jnp.bool_(False), *function(*loop[1:]))  # noqa: E731
-    return jax.lax.while_loop(lambda loop: loop[0], once, (condition, *carry))[1:]

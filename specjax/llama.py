@@ -17,7 +17,7 @@ from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.kernels.paged_attention import paged_attention, unsupported
 from specjax.kv_cache import PagedKVCache
-from specjax.sharding import split_over
+from specjax.parallel import split_over
 
 CPU_FEW_ROWS, CPU_BLOCKS = 32, 4  # see `_matmul`
 
@@ -32,7 +32,7 @@ def abstract_params(cfg: LlamaConfig, dtype=jnp.float32):
       heads is a slice.
     """
     V, D, F, H = cfg.vocab_size, cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
-    NKV, G = cfg.num_kv_heads, cfg.group_size
+    K, G = cfg.num_kv_heads, cfg.group_size
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -40,12 +40,12 @@ def abstract_params(cfg: LlamaConfig, dtype=jnp.float32):
     def layer():
         attention = {
             "norm_D": array(D),
-            "qkv_KGHD": array(NKV, G + 2, H, D),
-            "out_DKGH": array(D, NKV, G, H),
+            "qkv_KGHD": array(K, G + 2, H, D),
+            "out_DKGH": array(D, K, G, H),
         }
         mlp = {"norm_D": array(D), "gate_up_2FD": array(2, F, D), "down_DF": array(D, F)}
         if cfg.attention_bias:
-            attention |= {"qkv_bias_KGH": array(NKV, G + 2, H), "out_bias_D": array(D)}
+            attention |= {"qkv_bias_KGH": array(K, G + 2, H), "out_bias_D": array(D)}
         if cfg.mlp_bias:
             mlp |= {"gate_up_bias_2F": array(2, F), "down_bias_D": array(D)}
         return {"attention": attention, "mlp": mlp}
@@ -79,12 +79,12 @@ class Output(NamedTuple):
     Attributes:
       hidden_BTD: hidden states after the final norm.
       cache: the cache with the new keys and values in it.
-      taps: the residual stream after each wanted layer, `[B, T, D]` each.
+      aux_layers: the residual stream after each wanted layer, `[B, T, D]` each.
     """
 
     hidden_BTD: jax.Array
     cache: PagedKVCache
-    taps: tuple[jax.Array, ...]
+    aux_layers: tuple[jax.Array, ...]
 
 
 def forward(
@@ -94,18 +94,18 @@ def forward(
     start_B: jax.Array,
     cache: PagedKVCache,
     *,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     implementation: str | None = None,
     role: str = "target",
 ) -> Output:
     """Runs T consecutive new tokens of each sequence through the model (Touvron et al. 2023,
     "LLaMA").
 
-    Token t of sequence b has the absolute position, and the cache slot, `start_B[b] + t`; it sees
-    the slots before its own and itself. Its keys and values are written to the cache; where no page
-    holds its slot they are dropped, and its output means nothing.
+    Token t of sequence b has the absolute position, and the cache position, `start_B[b] + t`; it sees
+    the positions before its own and itself. Its keys and values are written to the cache; where no page
+    holds its position they are dropped, and its output means nothing.
 
-    On a mesh (`sharding.on_mesh`) parameters and pools are this device's shards. Where they are
+    On a mesh (`parallel.on_mesh`) parameters and pools are this device's shards. Where they are
     split the devices add up what each has of the embedding, of every attention's output and of
     every MLP's: two all-reduces a layer.
 
@@ -115,16 +115,16 @@ def forward(
       tokens_BT: int32 `[B, T]`.
       start_B: int32 `[B]`; -1 makes the first token a placeholder that sees nothing and is written
         nowhere.
-      cache: pages must be reserved for the slots that matter (`kv_cache.reserve`).
-      taps: layers after which to return the residual stream (static); layer 0 is the first.
+      cache: pages must be reserved for the positions that matter (`kv_cache.reserve`).
+      aux_layers: layers after which to return the residual stream (static); layer 0 is the first.
       implementation: of attention, see `kernels.dispatch.choose` (static).
       role: "target" or "draft", which says over which mesh axes the model is split where it is
         (static).
     """
-    slots_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
-    page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
-    rotation = rotary(cfg, slots_BT)
-    k_pools, v_pools, tapped = list(cache.k_PKZH), list(cache.v_PKZH), {}
+    positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
+    page_BT, offset_BT = kv_cache.locate(cache, positions_BT)
+    rotation = rotary(cfg, positions_BT)
+    k_pools, v_pools, aux_hidden = list(cache.k_PKZH), list(cache.v_PKZH), {}
 
     axes = split_over(params["embed_VD"].shape[0], cfg.vocab_size, role)
     x_BTD = embed(params, cfg, tokens_BT, role)
@@ -143,12 +143,12 @@ def forward(
             implementation,
             axes,
         )
-        if i in taps:
-            tapped[i] = x_BTD
+        if i in aux_layers:
+            aux_hidden[i] = x_BTD
 
     hidden_BTD = rms_norm(x_BTD, params["final_norm_D"], cfg.rms_norm_eps)
     cache = cache.replace(k_PKZH=k_pools, v_PKZH=v_pools)
-    return Output(hidden_BTD, cache, tuple(tapped[i] for i in taps))
+    return Output(hidden_BTD, cache, tuple(aux_hidden[i] for i in aux_layers))
 
 
 # Jitted on its own so that it is traced once, not once per layer; XLA inlines it.
@@ -340,7 +340,7 @@ def check_implementation(
 
 
 def init_cache(
-    params, cfg: LlamaConfig, batch_size: int, max_slots: int, page_size: int
+    params, cfg: LlamaConfig, batch_size: int, max_seq_len: int, page_size: int
 ) -> PagedKVCache:
     """An empty cache for a model, or for a shard of it, in the dtype of its parameters; see
     `kv_cache.init`."""
@@ -348,7 +348,7 @@ def init_cache(
     return kv_cache.init(
         cfg,
         batch_size,
-        max_slots,
+        max_seq_len,
         page_size=page_size,
         num_kv_heads=qkv_KGHD.shape[0],
         dtype=qkv_KGHD.dtype,
@@ -363,7 +363,7 @@ def prefill(
     cache: PagedKVCache,
     chunk_size: int,
     *,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     implementation: str | None = None,
     role: str = "target",
 ):
@@ -374,7 +374,7 @@ def prefill(
     last token of a prompt is left to the decode loop.
 
     Returns:
-      The cache, and for each tap the residual stream `[B, S, D]`, which is 0 or means nothing from
+      The cache, and for each layer the residual stream `[B, S, D]`, which is 0 or means nothing from
       `count_B` on.
 
     Raises:
@@ -385,30 +385,30 @@ def prefill(
     cache = kv_cache.reserve(cache, count_B)
     num_chunks = -(-jnp.max(count_B) // chunk_size)
     padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, -S % chunk_size)))
-    taps_BSD = tuple(
-        jnp.zeros((*padded_BS.shape, cfg.hidden_size), params["embed_VD"].dtype) for _ in taps
+    aux_hidden_BSD = tuple(
+        jnp.zeros((*padded_BS.shape, cfg.hidden_size), params["embed_VD"].dtype) for _ in aux_layers
     )
 
     def read_chunk(i, carry):
-        cache, taps_BSD = carry
+        cache, aux_hidden_BSD = carry
         start = i * chunk_size
         chunk_BT = jax.lax.dynamic_slice_in_dim(padded_BS, start, chunk_size, axis=1)
-        # Rows that end earlier write what means nothing into slots beyond their length, or nowhere.
+        # Rows that end earlier write what means nothing into positions beyond their length, or nowhere.
         output = forward(
             params,
             cfg,
             chunk_BT,
             jnp.full((B,), start),
             cache,
-            taps=taps,
+            aux_layers=aux_layers,
             implementation=implementation,
             role=role,
         )
-        taps_BSD = tuple(
+        aux_hidden_BSD = tuple(
             jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
-            for old, new in zip(taps_BSD, output.taps, strict=True)
+            for old, new in zip(aux_hidden_BSD, output.aux_layers, strict=True)
         )
-        return output.cache, taps_BSD
+        return output.cache, aux_hidden_BSD
 
-    cache, taps_BSD = jax.lax.fori_loop(0, num_chunks, read_chunk, (cache, taps_BSD))
-    return cache, tuple(tap[:, :S] for tap in taps_BSD)
+    cache, aux_hidden_BSD = jax.lax.fori_loop(0, num_chunks, read_chunk, (cache, aux_hidden_BSD))
+    return cache, tuple(layer[:, :S] for layer in aux_hidden_BSD)

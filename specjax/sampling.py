@@ -1,4 +1,4 @@
-"""From logits to a law, and from a law to a token: the one place for temperature, filters and
+"""From logits to a distribution, and from a distribution to a token: the one place for temperature, filters and
 randomness.
 
 Drafts, verified tokens and bonus tokens all go through `draw`, so a filter can never hold for one
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.kernels import verify as verify_kernels
-from specjax.kernels.verify import AxisName, Law
-from specjax.kernels.verify.partial import finite, inverse
+from specjax.kernels import sampling as passes
+from specjax.kernels.sampling import AxisName, Distribution
+from specjax.kernels.sampling.partial import finite, inverse
 
 
 class Stream(enum.IntEnum):
@@ -31,7 +31,7 @@ class Stream(enum.IntEnum):
 
 
 @struct.dataclass
-class SamplingParams:
+class SamplingArrays:
     """How each sequence is sampled.
 
     A field that is None is off in all rows, and what it would need is not even compiled.
@@ -54,7 +54,7 @@ class SamplingParams:
     min_p_B: jax.Array | None = None
 
 
-def params(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingParams:
+def params(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingArrays:
     """The same from arrays for all fields, on the host: None for what is off in all rows."""
     fields = dict(
         temperature_B=(temperature_B, 0),
@@ -62,30 +62,30 @@ def params(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingParams:
         top_p_B=(top_p_B, 1),
         min_p_B=(min_p_B, 0),
     )
-    return SamplingParams(
+    return SamplingArrays(
         seed_B, **{name: x_B for name, (x_B, off) in fields.items() if (x_B != off).any()}
     )
 
 
 def draw(
     logits_BTV: jax.Array,
-    sampling: SamplingParams,
+    sampling: SamplingArrays,
     position_BT: jax.Array | None,
     stream: Stream | None,
     *,
     num_valid: int | None = None,
     axis_name: AxisName = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, Law]:
-    """Draws a token from the law of each row of logits: temperature first, then top-k, top-p and
+) -> tuple[jax.Array, Distribution]:
+    """Draws a token from the distribution of each row of logits: temperature first, then top-k, top-p and
       min-p.
 
-    The noise is a function of (seed, position, stream) alone, so two laws drawn with the same three
+    The noise is a function of (seed, position, stream) alone, so two distributions drawn with the same three
     agree as often as their shapes let them. A token of probability 0 is never drawn.
 
     Args:
       logits_BTV: `[B, T, V]`.
-      sampling: see `SamplingParams`.
+      sampling: see `SamplingArrays`.
       position_BT: int32 absolute position of each token to be drawn.
       stream: purpose of the draw; None for the most likely token instead.
       num_valid: token ids at or above it have probability 0 (static); None for none.
@@ -94,11 +94,11 @@ def draw(
       implementation: of the pass over the vocabulary, see `kernels.dispatch.choose` (static).
 
     Returns:
-      int32 `[B, T]`, and the laws.
+      int32 `[B, T]`, and the distributions.
     """
     key_BT2 = None if stream is None else keys(sampling, position_BT, stream)
     threshold_BT = thresholds(logits_BTV, sampling, num_valid, axis_name)
-    return verify_kernels.draw(
+    return passes.draw(
         logits_BTV,
         sampling.temperature_B,
         threshold_BT,
@@ -111,7 +111,7 @@ def draw(
 
 def thresholds(
     logits_BTV: jax.Array,
-    sampling: SamplingParams,
+    sampling: SamplingArrays,
     num_valid: int | None = None,
     axis_name: AxisName = None,
 ) -> jax.Array | None:
@@ -212,14 +212,14 @@ def _sum(x, axis_name: AxisName):
     return jax.lax.psum(total, axis_name) if axis_name else total
 
 
-def uniform(sampling: SamplingParams, position_BT: jax.Array, stream: Stream) -> jax.Array:
+def uniform(sampling: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
     """One uniform of [0, 1) per position, float32 `[B, T]`; it can be exactly 0, never 1."""
-    return verify_kernels.uniform(keys(sampling, position_BT, stream))
+    return passes.uniform(keys(sampling, position_BT, stream))
 
 
-def keys(sampling: SamplingParams, position_BT: jax.Array, stream: Stream) -> jax.Array:
+def keys(sampling: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
     """A key per position, int32 `[B, T, 2]`. Distinct keys have independent noise (see
-    `kernels.verify.noise`), so that seed, position and stream make up the two words as they are."""
+    `kernels.sampling.noise`), so that seed, position and stream make up the two words as they are."""
     low_BT = position_BT.astype(jnp.int32) * len(Stream) + int(stream)
     seed_B = jax.lax.bitcast_convert_type(sampling.seed_B, jnp.int32)
     return jnp.stack([jnp.broadcast_to(seed_B[:, None], low_BT.shape), low_BT], axis=-1)

@@ -1,4 +1,4 @@
-"""Accepting drafts so that what is emitted follows the target's law exactly.
+"""Accepting drafts so that what is emitted follows the target's distribution exactly.
 
 `rejection` (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
 algorithm 1; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative
@@ -6,12 +6,12 @@ Sampling", algorithm 2): a draft d is accepted with probability min(1, p(d) / q(
 that is not is replaced by a draw from the residual max(p - q, 0). That is the coupling of p and q
 that agrees most often.
 
-`coupled`: the target's token is drawn as if there were no drafts, from its own law with the noise
+`coupled`: the target's token is drawn as if there were no drafts, from its own distribution with the noise
 of its position, and drafts are accepted for as long as they equal it. The drafter uses the same
 noise. It agrees a little less often, but the text for a given seed is exactly that of plain
 sampling, whatever the drafter.
 
-Temperature 0 is a law that is one at a single token, in both.
+Temperature 0 is a distribution that is one at a single token, in both.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling as sampling_lib
-from specjax.kernels import verify as verify_kernels
-from specjax.kernels.verify import AxisName, Law
-from specjax.sampling import SamplingParams, Stream
+from specjax.kernels import sampling as passes
+from specjax.kernels.sampling import AxisName, Distribution
+from specjax.sampling import SamplingArrays, Stream
 
 MODES = ("rejection", "coupled")
 
@@ -48,10 +48,10 @@ class Verified(NamedTuple):
 def verify(
     mode: str,
     logits_BTV: jax.Array,
-    draft_BK: jax.Array,
+    draft_BM: jax.Array,
     count_B: jax.Array,
-    draft_law: tuple[Law, ...] | None,
-    sampling: SamplingParams,
+    draft_distribution: tuple[Distribution, ...] | None,
+    sampling: SamplingArrays,
     position_B: jax.Array,
     *,
     num_valid: int | None = None,
@@ -63,10 +63,10 @@ def verify(
     Args:
       mode: one of `MODES` (static).
       logits_BTV: the target's, after the pending token and after each draft.
-      draft_BK: int32 drafts. K may be 0.
+      draft_BM: int32 drafts. K may be 0.
       count_B: int32, how many of the K drafts are real in each row; the others are never accepted.
-      draft_law: the K laws that the drafts were drawn from, see `kernels.verify.reject`; None for
-        deterministic guesses (a law of one on the guess). Not used by `coupled`.
+      draft_distribution: the K distributions that the drafts were drawn from, see `kernels.sampling.reject`; None for
+        deterministic guesses (a distribution of one on the guess). Not used by `coupled`.
       sampling: temperatures, filters and seeds.
       position_B: int32 absolute position of the first token that this round emits.
       num_valid, axis_name, implementation: as for `sampling.draw`.
@@ -76,25 +76,25 @@ def verify(
     position_BT = position_B[:, None] + jnp.arange(T)
     # Without drafts or temperature there is nothing that could be rejected by chance.
     if mode == "coupled" or T == 1 or sampling.temperature_B is None:
-        tokens_BT, law = sampling_lib.draw(
+        tokens_BT, distribution = sampling_lib.draw(
             logits_BTV, sampling, position_BT, Stream.TARGET, **options
         )
-        accepted_B = verify_kernels.leading(tokens_BT[:, :-1] == draft_BK, count_B)
-        return Verified(tokens_BT, accepted_B, verify_kernels.usable(law.largest_BT))
-    likeliest_BT, law = sampling_lib.draw(logits_BTV, sampling, None, None, **options)
-    u_BK = sampling_lib.uniform(sampling, position_BT[:, :-1], Stream.ACCEPT)
+        accepted_B = passes.accepted_prefix(tokens_BT[:, :-1] == draft_BM, count_B)
+        return Verified(tokens_BT, accepted_B, passes.usable(distribution.largest_BT))
+    argmax_BT, distribution = sampling_lib.draw(logits_BTV, sampling, None, None, **options)
+    u_BM = sampling_lib.uniform(sampling, position_BT[:, :-1], Stream.ACCEPT)
     key_BT2 = sampling_lib.keys(sampling, position_BT, Stream.TARGET)
-    accepted_B, own_B = verify_kernels.reject(
-        law,
-        likeliest_BT,
-        draft_BK,
+    accepted_B, own_B = passes.reject(
+        distribution,
+        argmax_BT,
+        draft_BM,
         count_B,
-        draft_law,
+        draft_distribution,
         sampling.temperature_B,
-        u_BK,
+        u_BM,
         key_BT2,
         **options,
     )
-    drafts_BT = jnp.pad(draft_BK, ((0, 0), (0, 1)))
+    drafts_BT = jnp.pad(draft_BM, ((0, 0), (0, 1)))
     tokens_BT = jnp.where(jnp.arange(T) < accepted_B[:, None], drafts_BT, own_B[:, None])
-    return Verified(tokens_BT, accepted_B, verify_kernels.usable(law.largest_BT))
+    return Verified(tokens_BT, accepted_B, passes.usable(distribution.largest_BT))

@@ -7,17 +7,17 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import similar, tiny, tiny_head
-from drive_cli import check_refused, write_model, write_prompts
 
-from specjax import generation
 from specjax.bench import costs, domains, paging, saturation, synthetic
-from specjax.checkpoint import Model
 from specjax.config import LlamaConfig
 from specjax.drafters import base
+from specjax.engine import generate as generation
+from specjax.engine.load import Model
+from specjax.engine.metrics import Acceptance
 from specjax.errors import SpecJAXError
-from specjax.metrics import Acceptance
-from specjax.sharding import make_mesh, place
+from specjax.parallel import make_mesh, place
+from support.cli import check_refused, write_model, write_prompts
+from support.models import similar, tiny, tiny_head
 
 TARGET = tiny(6)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
@@ -314,7 +314,7 @@ def test_gpu_in_small(command, tmp_path, wanted):
 def test_peers(command, folder, prompts, tmp_path, mesh):
     outcome = command(
         "bench",
-        "peers",
+        "baselines",
         f"--target={folder}",
         f"--prompts_file={prompts}",
         "--max_new_tokens=20",
@@ -329,7 +329,7 @@ def test_peers(command, folder, prompts, tmp_path, mesh):
         ("prompt 1", 20),
         ("prompt 2", 20),
     ]
-    assert all(min(row["plain"], row["speculative"], row["floor"]) > 0 for row in rows)
+    assert all(min(row["plain"], row["speculative"], row["roofline"]) > 0 for row in rows)
 
 
 def test_peers_with_transformers(command, folder, prompts, tmp_path):
@@ -337,23 +337,23 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
     pytest.importorskip("torch")
     outcome = command(
         "bench",
-        "peers",
+        "baselines",
         f"--target={folder}",
         f"--prompts_file={prompts}",
         "--max_new_tokens=20",
         "--repeats=1",
-        "--peers=transformers,transformers_lookup",
+        "--baselines=transformers,transformers_lookup",
         f"--output={tmp_path / 'out.json'}",
     )
     assert outcome.code == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert all(set(row["peers"]) == {"transformers", "transformers_lookup"} for row in rows)
+    assert all(set(row["baselines"]) == {"transformers", "transformers_lookup"} for row in rows)
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["peers", "--peers=vllm"], ["peer 'vllm' is not known; known: transformers"]),
+        (["baselines", "--baselines=vllm"], ["baseline 'vllm' is not known; known: transformers"]),
         (["decode", "--temperatures=hot"], ["--temperatures must be numbers"]),
         (["decode", "--temperatures=-1"], ["--temperatures must be finite and at least 0"]),
         (["decode", "--temperatures=nan"], ["--temperatures must be finite and at least 0"]),
@@ -378,12 +378,12 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
         ),
         (["saturation", "--plot=x.jpg"], ["--plot=x.jpg must end in .png"]),
         (
-            ["peers", "--gguf=x.gguf"],
-            ["--gguf=x.gguf is for llama.cpp, which --peers does not name"],
+            ["baselines", "--gguf=x.gguf"],
+            ["--gguf=x.gguf is for llama.cpp, which --baselines does not name"],
         ),
-        (["peers", "--threads=1"], ["--threads is for the engines of --peers"]),
+        (["baselines", "--threads=1"], ["--threads is for the engines of --baselines"]),
         (
-            ["peers", "--peers=transformers", "--max_new_tokens=1"],
+            ["baselines", "--baselines=transformers", "--max_new_tokens=1"],
             ["--max_new_tokens must be at least 2"],
         ),
         (["gpu", "--acceptance=1.5"], ["the wanted acceptance must be between 0 and 1, got 1.5"]),

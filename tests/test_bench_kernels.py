@@ -10,12 +10,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from drive_cli import check_refused
 
 from specjax.cli import bench_kernels
-from specjax.kernels import bench
+from specjax.kernels.gpu import bench
 from specjax.kernels.paged_attention import mosaic_gpu as attention_kernel
-from specjax.kernels.verify import mosaic_gpu as verify_kernel
+from specjax.kernels.sampling import mosaic_gpu as verify_kernel
+from support.cli import check_refused
 
 ROOT = pathlib.Path(__file__).parents[1]
 needs_interpreter = pytest.mark.skipif(
@@ -167,7 +167,9 @@ class TestBrokenKernelsAreFound:
         monkeypatch.setattr(
             verify_kernel,
             "residual",
-            lambda *args, **kwargs: (race := right(*args, **kwargs))._replace(token=race.own_token),
+            lambda *args, **kwargs: (race := right(*args, **kwargs))._replace(
+                token=race.target_token
+            ),
         )
         self.check(
             command,

@@ -11,17 +11,17 @@ import subprocess
 import sys
 
 import jax
-import make_folders
 import numpy as np
 import pytest
-from drive_cli import Outcome, check_refused, write_lines, write_model, write_prompts
 from rich.console import Console
 
 import specjax
-from specjax import heads
 from specjax.cli import common, demo, jsonl, main
-from specjax.generation import Completion, Generation
+from specjax.engine import eagle_heads as heads
+from specjax.engine.generate import Completion, Generation
 from specjax.train import init_head
+from support import folders
+from support.cli import Outcome, check_refused, write_lines, write_model, write_prompts
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 CHAT = [{"role": "user", "content": "hello hello"}]
@@ -184,7 +184,7 @@ class TestGenerate:
         assert "The texts with and without speculation are identical." in outcome.out
 
     def test_compare_fails_where_texts_differ(self, command, folder, monkeypatch):
-        real = specjax.generation.generate
+        real = specjax.engine.generate.generate
 
         def wrong(target, drafter, *args, **kwargs):
             result = real(target, "ngram", *args, **kwargs)
@@ -195,7 +195,7 @@ class TestGenerate:
                 (changed,), result.prefill_seconds, result.decode_seconds, result.rounds
             )
 
-        monkeypatch.setattr(specjax.generation, "generate", wrong)
+        monkeypatch.setattr(specjax.engine.generate, "generate", wrong)
         outcome = command("generate", f"--target={folder}", "--prompt=hello", "--compare")
         assert outcome.code == 1
         assert "The texts with and without speculation are NOT identical." in outcome.out
@@ -261,7 +261,7 @@ class TestGenerate:
             assert (row["finish_reason"], len(row["tokens"])) == (name, 1 if name == "stop" else 6)
 
     def test_text_needs_a_tokenizer(self, command, tmp_path):
-        make_folders.write_folder(tmp_path / "model", {"num_hidden_layers": 1}, tokenizer=False)
+        folders.write_folder(tmp_path / "model", {"num_hidden_layers": 1}, tokenizer=False)
         outcome = command("generate", f"--target={tmp_path / 'model'}", "--prompt=a")
         check_refused(outcome, "prompt 0 is text", f"{tmp_path / 'model'} has no tokenizer")
 
@@ -285,8 +285,8 @@ def test_convert_generate_export(command, folder, tmp_path):
     assert outcome.code == 0
     assert outcome.out.startswith(f"wrote {tmp_path / 'exported'}: ")
     before, after = (
-        make_folders.read_folder(folder),
-        make_folders.read_folder(tmp_path / "exported"),
+        folders.read_folder(folder),
+        folders.read_folder(tmp_path / "exported"),
     )
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -387,13 +387,13 @@ class TestHelp:
                 ),
             ),
             (
-                "bench peers",
+                "bench baselines",
                 (
                     "target",
                     "drafter",
                     "prompts_file",
                     "repeats",
-                    "peers",
+                    "baselines",
                     "gguf",
                     "threads",
                     "output",
@@ -479,13 +479,13 @@ class TestBadInput:
                 ["export", "--source=/does/not/exist", "--output=new"],
                 ["/does/not/exist does not exist"],
             ),
-            (["bench", "peers", "--target=x", "--drafter=none"], ["--drafter=none"]),
+            (["bench", "baselines", "--target=x", "--drafter=none"], ["--drafter=none"]),
             (
-                ["bench", "peers", "--target=x", "--repeats=0"],
+                ["bench", "baselines", "--target=x", "--repeats=0"],
                 ["--repeats=0: 0 is not a positive integer"],
             ),
             (
-                ["bench", "peers", "--target=x", "--max_new_tokens=0"],
+                ["bench", "baselines", "--target=x", "--max_new_tokens=0"],
                 ["--max_new_tokens=0: 0 is not a positive integer"],
             ),
             (["demo"], ["--target"]),
@@ -568,7 +568,7 @@ class TestBadInput:
         existing = write_lines(tmp_path / "there", "keep me")
         for arguments in (
             ["generate", f"--target={folder}", "--prompt=a"],
-            ["bench", "peers", f"--target={folder}"],
+            ["bench", "baselines", f"--target={folder}"],
             ["convert", f"--source={folder}"],
             ["export", f"--source={folder}"],
         ):
@@ -637,7 +637,7 @@ class TestBadInput:
     def test_bench_would_ignore_options_of_prompts(self, command, folder, tmp_path):
         path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "b", "temperature": 1})
         check_refused(
-            command("bench", "peers", f"--target={folder}", f"--prompts_file={path}"),
+            command("bench", "baselines", f"--target={folder}", f"--prompts_file={path}"),
             path,
             "'temperature'",
         )
@@ -777,7 +777,7 @@ class TestTextStream:
         stream = common.TextStream(console, target, ["> a"])
         assert console.export_text(clear=False) == ""
         stream.on_tokens(0, target.tokenizer.encode("b", add_special_tokens=False), [True], True)
-        assert console.export_text() == "accepted drafts  the target's own tokens\n\n> a\nb\n\n"
+        assert console.export_text() == "accepted drafts  the target's bonus tokens\n\n> a\nb\n\n"
 
     def test_markup_in_a_text_is_shown_as_it_is(self, target):
         text = "[red]x[/red] [0] :smile:"

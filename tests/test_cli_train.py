@@ -2,16 +2,18 @@
 
 import json
 
-import make_folders
 import numpy as np
 import pytest
-from drive_cli import check_refused, write_lines, write_model, write_prompts
 
 import specjax
-from specjax import checkpoint, files, heads
+from specjax import files
+from specjax.engine import eagle_heads as heads
+from specjax.engine import load as checkpoint
 from specjax.train import data
+from support import folders
+from support.cli import check_refused, write_lines, write_model, write_prompts
 
-RUN = ("--num_slots=24", "--steps=6", "--batch_size=2", "--learning_rate=0.01")
+RUN = ("--max_seq_len=24", "--steps=6", "--batch_size=2", "--learning_rate=0.01")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
     }
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     head = heads.load(output / "drafter", specjax.load(folder))
-    assert head.config.num_draft_tokens == 40 and head.config.taps == (1,)
+    assert head.config.num_draft_tokens == 40 and head.config.aux_layers == (1,)
 
     run = command(
         "generate",
@@ -100,7 +102,7 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
 def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("hello world or hello world or " * 60)
-    small = make_folders.write_folder(tmp_path / "small", {"num_hidden_layers": 1})
+    small = folders.write_folder(tmp_path / "small", {"num_hidden_layers": 1})
     output = tmp_path / "run"
     outcome = command(
         "train",
@@ -163,22 +165,22 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
     ("arguments", "parts"),
     [
         ([], ["nothing to train on", "--data", "--self_generate"]),
-        (["--data={text}", "--taps=a"], ["--taps must be numbers of layers"]),
+        (["--data={text}", "--aux_layers=a"], ["--aux_layers must be numbers of layers"]),
         (
-            ["--data={text}", "--taps=1,5"],
-            ["taps must be rising layers of the target, 0 to 1, got 1, 5"],
+            ["--data={text}", "--aux_layers=1,5"],
+            ["aux_layers must be rising layers of the target, 0 to 1, got 1, 5"],
         ),
         (
             ["--data={text}", "--num_draft_tokens=0"],
             ["--num_draft_tokens=0: 0 is not a positive integer"],
         ),
         (["--data={text}", "--num_draft_tokens=9999"], ["num_draft_tokens must be in 1 to"]),
-        (["--data={text}", "--num_slots=12"], ["--num_slots must be at least 14"]),
+        (["--data={text}", "--max_seq_len=12"], ["--max_seq_len must be at least 14"]),
         (["--data={text}", "--only_generate"], ["--only_generate is for --self_generate"]),
         (["--data={text}", "--temperatures=1"], ["--temperatures is for --self_generate"]),
         (
-            ["--data={text}", "--num_slots=99"],
-            ["--num_slots=99 is beyond the context of the target, 64"],
+            ["--data={text}", "--max_seq_len=99"],
+            ["--max_seq_len=99 is beyond the context of the target, 64"],
         ),
         (
             ["--data={text}", "--patience=2"],
@@ -189,8 +191,8 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
             ["--eval_every=0", "before the end"],
         ),
         (
-            ["--data={rows}", "--num_slots=24"],
-            ["--num_slots=24: rows of --data have another number of slots"],
+            ["--data={rows}", "--max_seq_len=24"],
+            ["--max_seq_len=24: rows of --data have another number of positions"],
         ),
         (["--data={prompts}"], ["prompts.jsonl, line 1: a prompt without a 'completion'"]),
         (["--data={rows}/rows.json"], ["rows.json: texts are in files named .txt or .jsonl"]),
@@ -209,7 +211,10 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
         (["--data={text}", "--learning_rate=-1"], ["learning_rate must be positive"]),
         (["--data={text}", "--draft_config=x"], ["--draft_config is for draft models"]),
         (["--data={text}", "--drafter=draft_model"], ["either --draft or --draft_config"]),
-        (["--data={text}", "--drafter=draft_model", "--taps=1"], ["--taps is for heads"]),
+        (
+            ["--data={text}", "--drafter=draft_model", "--aux_layers=1"],
+            ["--aux_layers is for heads"],
+        ),
         (["--data={broken}"], ["broken.jsonl, line 2: not JSON"]),
         (["--data={empty}"], ["there is no text to train on in", "empty.txt"]),
         (["--data={tmp}"], ["has no rows (*.safetensors, rows.json)"]),
@@ -235,7 +240,7 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(
         "tmp": tmp_path / "folder",
         "rows": tmp_path / "rows",
         "prompts": tmp_path / "prompts.jsonl",
-        "odd": make_folders.write_folder(tmp_path / "odd", {"num_key_value_heads": 1}),
+        "odd": folders.write_folder(tmp_path / "odd", {"num_key_value_heads": 1}),
     }
     paths["text"].write_text("hello world or " * 40)
     write_lines(paths["broken"], '"hello world"', "{")

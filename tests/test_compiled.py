@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GENERATE, Model, compilations, make_drafter, prepare, result
 
 from specjax import llama
 from specjax.config import LlamaConfig
 from specjax.drafters import base
+from support.loop import GENERATE, compilations, prepare, result
+from support.models import Model, make_drafter
 
 # Sizes that show: XLA treats tiny matrices otherwise, and no activation is as large as the smallest
 # of the weights.
@@ -43,7 +44,7 @@ PROMPTS = [[5, 6, 5, 6, 5], [1], [9, 8, 7, 9, 8, 7, 9]]
 
 def arguments(name, prompts=PROMPTS):
     drafter, params = (None, None) if name == "none" else make_drafter(name, 3, TARGET, DRAFT)
-    # 9 slots a page: no other array has the shape of a pool.
+    # 9 positions a page: no other array has the shape of a pool.
     return prepare(
         TARGET,
         prompts,
@@ -86,7 +87,7 @@ def test_one_loop_holds_everything(compiled):
 
 
 def test_no_pool_is_copied(compiled):
-    """A pool that is copied costs more with every slot of the cache, used or not."""
+    """A pool that is copied costs more with every position of the cache, used or not."""
     _, args, _, instructions = compiled
     is_pool = lambda x: x.ndim == 4  # noqa: E731
     pools = {x.shape for x in jax.tree.leaves((args[3].cache, args[3].drafter)) if is_pool(x)}

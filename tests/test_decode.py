@@ -7,27 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import (
-    CAPACITY,
-    GENERATE,
-    Model,
-    OracleParams,
-    full_logits,
-    full_taps,
-    make_drafter,
-    oracle,
-    prepare,
-    result,
-    run,
-    similar,
-    tiny,
-)
 
 from specjax import decode, kv_cache, llama
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
 from specjax.drafters import base
 from specjax.errors import SpecJAXError
+from support.loop import CAPACITY, GENERATE, prepare, result, run
+from support.models import (
+    Model,
+    OracleParams,
+    full_aux_hidden,
+    full_logits,
+    make_drafter,
+    oracle,
+    similar,
+    tiny,
+)
 
 TARGET, DRAFT = tiny(6), similar(6)
 B = 12
@@ -207,7 +203,7 @@ def test_rounds_count_what_was_drafted_accepted_and_emitted(greedy):
 
 
 def test_a_round_without_proposals_runs_the_target_on_one_token(greedy):
-    """Seen from the taps: columns beyond those that the target read are zero. Only where no row
+    """Seen from the aux_layers: columns beyond those that the target read are zero. Only where no row
     proposes is it one."""
     target, K = tiny(3, num_layers=2), 2
     prompts = [PROMPTS[4]] * B
@@ -237,11 +233,11 @@ def test_a_drafter_gets_the_targets_residual_stream(greedy):
         draft_params=oracle_params(plain, wrong=range(0, CAPACITY, 5), empty=range(0, CAPACITY, 4)),
     )
     assert got.emitted == plain.emitted
-    expected = full_taps(target, got.state.tokens_BS, (0, 1))
+    expected = full_aux_hidden(target, got.state.tokens_BS, (0, 1))
     read_BS = np.arange(CAPACITY) < np.asarray(got.state.length_B)[:, None] - 1
-    for tap_BSD, expected_BSD in zip(got.state.drafter[1], expected, strict=True):
+    for hidden_BSD, expected_BSD in zip(got.state.drafter[1], expected, strict=True):
         np.testing.assert_allclose(
-            np.asarray(tap_BSD)[read_BS], np.asarray(expected_BSD)[read_BS], atol=1e-4
+            np.asarray(hidden_BSD)[read_BS], np.asarray(expected_BSD)[read_BS], atol=1e-4
         )
 
 
@@ -336,7 +332,7 @@ def test_both_caches_equal_a_fresh_computation_after_every_round():
         last_B2 = np.take_along_axis(
             np.asarray(state.tokens_BS), np.maximum(length_B[:, None] + [-2, -1], 0), axis=1
         )
-        slots_B = jnp.where(state.active_B, state.length_B, 0)
+        positions_B = jnp.where(state.active_B, state.length_B, 0)
         # What drafters read again is two tokens; what the target reads, one.
         for model, cache, again in ((TARGET, state.cache, 1), (DRAFT, state.drafter, 2)):
             logits_BV = NEXT_LOGITS(
@@ -344,7 +340,7 @@ def test_both_caches_equal_a_fresh_computation_after_every_round():
                 model.config,
                 last_B2[:, 2 - again :],
                 state.length_B - again,
-                kv_cache.reserve(cache, slots_B),
+                kv_cache.reserve(cache, positions_B),
             )
             expected_BV = full_logits(model, state.tokens_BS)[row_B, length_B - 1]
             np.testing.assert_allclose(np.asarray(logits_BV)[alive], expected_BV[alive], atol=2e-5)
@@ -352,19 +348,19 @@ def test_both_caches_equal_a_fresh_computation_after_every_round():
 
 
 def poisoned(cache, length_B):
-    """NaN in every slot but those of the tokens that are committed and read."""
+    """NaN in every position but those of the tokens that are committed and read."""
     page_size, num_pages = cache.page_size, len(cache.free_P)
     read = np.zeros((num_pages, page_size), bool)
     for pages, length in zip(np.asarray(cache.block_table_BX), np.asarray(length_B), strict=True):
-        for slot in range(length):
-            if pages[slot // page_size] < num_pages:
-                read[pages[slot // page_size], slot % page_size] = True
+        for position in range(length):
+            if pages[position // page_size] < num_pages:
+                read[pages[position // page_size], position % page_size] = True
     keep = jnp.asarray(read)[:, None, :, None]
     poison = lambda pools: [jnp.where(keep, pool, jnp.nan) for pool in pools]  # noqa: E731
     return cache.replace(k_PKZH=poison(cache.k_PKZH), v_PKZH=poison(cache.v_PKZH))
 
 
-def test_nothing_of_free_pages_and_stale_slots_comes_out():
+def test_nothing_of_free_pages_and_stale_positions_comes_out():
     options = speculative("rejection")
     whole = run(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options)
     params, draft_params, config, state = prepare(
@@ -402,7 +398,7 @@ def test_all_pages_are_free_when_all_rows_are_done(greedy):
 
 @pytest.mark.parametrize(("page_size", "prefill_chunk"), [(8, 8), (3, 5)])
 def test_page_size_and_chunk_change_nothing(page_size, prefill_chunk):
-    """Prompts of every length modulo the page and the chunk. One page for all slots is an unpaged
+    """Prompts of every length modulo the page and the chunk. One page for all positions is an unpaged
     cache."""
     prompts = [
         np.random.default_rng(length).integers(0, 32, length).tolist() for length in range(5, 5 + B)
@@ -481,7 +477,7 @@ def damaged(model, name, value):
     ("name", "value"), [("final_norm_D", jnp.nan), ("lm_head_VD", jnp.nan), ("embed_VD", jnp.inf)]
 )
 def test_a_drafter_whose_logits_are_not_numbers_leaves_the_plain_text(sampled, mode, name, value):
-    """A rejected draft without a law is replaced by a token of the target's law: with the same
+    """A rejected draft without a distribution is replaced by a token of the target's distribution: with the same
     noise, the plain one."""
     drafter, params = make_drafter("draft_model", 3, TARGET, damaged(DRAFT, name, value))
     got = run(
@@ -542,10 +538,10 @@ def test_a_target_that_can_emit_nothing_fails_at_once(value):
 # --- Streams --------------------------------------------------------------------------------------
 
 
-def constant(law) -> Model:
-    """A Llama whose next token has the same law after every text."""
+def constant(distribution) -> Model:
+    """A Llama whose next token has the same distribution after every text."""
     config = LlamaConfig(
-        vocab_size=len(law),
+        vocab_size=len(distribution),
         hidden_size=2,
         intermediate_size=1,
         num_layers=1,
@@ -556,15 +552,16 @@ def constant(law) -> Model:
     params = jax.tree.map(jnp.zeros_like, llama.init(jax.random.key(0), config))
     params |= {"embed_VD": jnp.ones_like(params["embed_VD"]), "final_norm_D": jnp.ones(2)}
     return Model(
-        config, params | {"lm_head_VD": jnp.log(jnp.array(law))[:, None] * jnp.array([1.0, 0.0])}
+        config,
+        params | {"lm_head_VD": jnp.log(jnp.array(distribution))[:, None] * jnp.array([1.0, 0.0])},
     )
 
 
 def test_noise_of_drafts_acceptance_and_replacement_is_independent():
-    """The law 10 / 60 / 30 at depth 3 with 131,072 trials, within five standard deviations: 0.7
+    """The distribution 10 / 60 / 30 at depth 3 with 131,072 trials, within five standard deviations: 0.7
     percent at most."""
-    trials, law_V = 131_072, np.array([0.1, 0.6, 0.3])
-    target, draft = constant(law_V), constant([0.3, 0.3, 0.4])
+    trials, probs_V = 131_072, np.array([0.1, 0.6, 0.3])
+    target, draft = constant(probs_V), constant([0.3, 0.3, 0.4])
     drafter, params = make_drafter("draft_model", 3, target, draft)
     got = run(
         target,
@@ -579,12 +576,12 @@ def test_noise_of_drafts_acceptance_and_replacement_is_independent():
     tokens = np.array(got.emitted)
     for depth in range(4):
         share_V = np.bincount(tokens[:, depth], minlength=3) / trials
-        assert (np.abs(share_V - law_V) < 5 * np.sqrt(law_V * (1 - law_V) / trials)).all(), (
+        assert (np.abs(share_V - probs_V) < 5 * np.sqrt(probs_V * (1 - probs_V) / trials)).all(), (
             depth,
             share_V,
         )
     pairs = np.bincount(tokens[:, 0] * 3 + tokens[:, 1], minlength=9) / trials
-    expected = np.outer(law_V, law_V).ravel()
+    expected = np.outer(probs_V, probs_V).ravel()
     assert (np.abs(pairs - expected) < 5 * np.sqrt(expected * (1 - expected) / trials)).all(), pairs
 
 

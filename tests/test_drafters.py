@@ -1,4 +1,4 @@
-"""What every drafter must keep to: found by its name, it changes nothing of the text or its law,
+"""What every drafter must keep to: found by its name, it changes nothing of the text or its distribution,
 and compiles once."""
 
 import functools
@@ -10,22 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import (
-    compilations,
-    full_logits,
-    make_drafter,
-    reference_law,
-    run,
-    similar,
-    tiny,
-    tiny_head,
-)
 
 from specjax import kv_cache
 from specjax.drafters import base
 from specjax.drafters.base import Context
 from specjax.errors import SpecJAXError
 from specjax.verify import MODES
+from support.distributions import reference_distribution
+from support.loop import compilations, run
+from support.models import full_logits, make_drafter, similar, tiny, tiny_head
 
 TARGET, DRAFT = tiny(6), similar(6)
 B = 12
@@ -52,11 +45,11 @@ def plain():
     return run(TARGET, PROMPTS, max_new=MAX_NEW, page_size=48, **SAMPLING)
 
 
-def chi_square_p(counts, law, trials) -> float:
-    """Probability of a worse fit than this one under the law; cells that expect less than 5 are
+def chi_square_p(counts, distribution, trials) -> float:
+    """Probability of a worse fit than this one under the distribution; cells that expect less than 5 are
     pooled."""
-    order = np.argsort(law.ravel())
-    counts, expected = counts.ravel()[order], law.ravel()[order] * trials
+    order = np.argsort(distribution.ravel())
+    counts, expected = counts.ravel()[order], distribution.ravel()[order] * trials
     rare = expected < 5
     counts = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
@@ -127,8 +120,8 @@ class TestEveryDrafter:
         assert not compiled
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_the_sampled_law_is_the_targets(self, name, mode):
-        """Chi-square over the joint law of three tokens, with and without filters; nothing outside
+    def test_the_sampled_distribution_is_the_targets(self, name, mode):
+        """Chi-square over the joint distribution of three tokens, with and without filters; nothing outside
         a filter comes out.
 
         Each part has 20,480 sequences..
@@ -163,18 +156,18 @@ class TestEveryDrafter:
         )
         tokens = np.array(got.emitted)[:, :depth].reshape(2, trials, depth)
         for part, sampling in enumerate(parts):
-            laws = [
+            distributions = [
                 [
-                    reference_law(logits[i, len(prompt) - 1 + t], **sampling)[text[t]]
+                    reference_distribution(logits[i, len(prompt) - 1 + t], **sampling)[text[t]]
                     for t in range(depth)
                 ]
                 for i, text in enumerate(texts)
             ]
-            law = np.prod(laws, axis=1)
+            distribution = np.prod(distributions, axis=1)
             counts = np.bincount(tokens[part] @ V ** np.arange(depth)[::-1], minlength=V**depth)
-            assert counts[law == 0].sum() == 0
-            assert (law > 0.002).sum() > 20
-            assert chi_square_p(counts, law, trials) > 1e-3
+            assert counts[distribution == 0].sum() == 0
+            assert (distribution > 0.002).sum() > 20
+            assert chi_square_p(counts, distribution, trials) > 1e-3
 
 
 def test_drafters_are_found_by_name_and_named_when_they_are_not():
@@ -285,10 +278,10 @@ def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
     for row in range(rows):
         expected = looked_up(tokens_BS[row, : length_B[row]].tolist(), K, min_n, max_n)
         assert draft.count_B[row] == len(expected)
-        assert np.asarray(draft.tokens_BK[row]).tolist()[: len(expected)] == expected
+        assert np.asarray(draft.tokens_BM[row]).tolist()[: len(expected)] == expected
         found += bool(expected)
     assert 0 < found < rows
-    assert draft.law is None
+    assert draft.distribution is None
 
 
 def test_prompt_lookup_without_a_match_decodes_one_token_a_round():

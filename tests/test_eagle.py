@@ -7,28 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import (
-    CAPACITY,
-    GENERATE,
-    OracleParams,
-    full_taps,
-    oracle,
-    prepare,
-    result,
-    run,
-    tiny,
-    tiny_head,
-)
 
 from specjax import llama
-from specjax.drafters import base, combined, eagle
+from specjax.drafters import base, eagle, first_of
 from specjax.train.objective import unrolled
+from support.loop import CAPACITY, GENERATE, prepare, result, run
+from support.models import OracleParams, full_aux_hidden, oracle, tiny, tiny_head
 
 TARGET = tiny(6, num_layers=3)
 HEADS = {
-    "EAGLE-1": dict(taps=(2,)),
-    "EAGLE-3": dict(taps=(0, 1, 2)),
-    "reduced vocabulary": dict(taps=(0, 1, 2), num_draft_tokens=14),
+    "EAGLE-1": dict(aux_layers=(2,)),
+    "EAGLE-3": dict(aux_layers=(0, 1, 2)),
+    "reduced vocabulary": dict(aux_layers=(0, 1, 2), num_draft_tokens=14),
 }
 PROMPTS = [
     np.random.default_rng(row).integers(0, 32, length).tolist()
@@ -39,7 +29,7 @@ K = 3
 
 @functools.cache
 def head(name):
-    """A head that fuses more than the last tap."""
+    """A head that fuses more than the last layer."""
     config, params = tiny_head(TARGET, **HEADS[name])
     if "fuse_DI" in params:
         noise = jax.random.normal(jax.random.key(1), params["fuse_DI"].shape)
@@ -48,9 +38,9 @@ def head(name):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def whole_pass(config, params, text, taps):
+def whole_pass(config, params, text, aux_layers):
     """Logits of the K steps from every token of a text on."""
-    hidden = unrolled(params, config, TARGET.config, TARGET.params, taps, text, K)
+    hidden = unrolled(params, config, TARGET.config, TARGET.params, aux_layers, text, K)
     head_UD = params.get("lm_head_UD", TARGET.params["lm_head_VD"])
     return jnp.stack([h_BND[0] @ head_UD.T for h_BND in hidden])
 
@@ -60,7 +50,9 @@ def expected_drafts(config, params, tokens, drafts):
     text = np.zeros((1, CAPACITY + K), np.int32)
     text[0, : len(tokens) + K] = [*tokens, *drafts]
     chain = len(tokens) - 2  # the last token with features of the target
-    logits = whole_pass(config, params, text, full_taps(TARGET, text, config.taps))[:, chain]
+    logits = whole_pass(config, params, text, full_aux_hidden(TARGET, text, config.aux_layers))[
+        :, chain
+    ]
     ids = params.get("draft_ids_U", jnp.arange(32))
     return ids[logits.argmax(-1)].tolist()
 
@@ -73,7 +65,7 @@ def recording(drafter):
 
     def propose(params, state, context, draw):
         draft, inner = drafter.propose(params, state[0], context, draw)
-        return draft, (inner, draft.tokens_BK)
+        return draft, (inner, draft.tokens_BM)
 
     def update(params, state, *others):
         return drafter.update(params, state[0], *others), state[1]
@@ -83,7 +75,7 @@ def recording(drafter):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_draft_is_that_of_a_pass_over_the_whole_text(name):
-    """After every round, whatever was accepted in it: features, slots, positions and rollback."""
+    """After every round, whatever was accepted in it: features, positions, positions and rollback."""
     drafter, config, params = head(name)
     arguments = prepare(
         TARGET, PROMPTS, drafter=recording(drafter), draft_params=params, max_new=14
@@ -111,7 +103,7 @@ def test_a_drafter_that_no_row_needs_is_not_run_and_catches_up():
     is asked, and drafts as if it had been there all along."""
     _, config, params = head("EAGLE-3")
     skippable = eagle.make(K, TARGET.config, config, skippable=True)
-    both = combined.make((oracle(K), recording(skippable)))
+    both = first_of.make((oracle(K), recording(skippable)))
     plain = run(TARGET, PROMPTS, max_new=24)
     start = np.array([len(prompt) for prompt in PROMPTS])
     position = np.arange(plain.state.tokens_BS.shape[1])
@@ -159,9 +151,9 @@ def test_tokens_outside_the_reduced_vocabulary_are_never_guessed():
 def test_a_head_that_cannot_be_is_refused():
     config = head("EAGLE-3")[1]
     for change, message in (
-        (dict(taps=(1, 0, 2)), "rising layers"),
-        (dict(taps=(0, 3)), "0 to 2, got 0, 3"),
-        (dict(taps=()), "got none"),
+        (dict(aux_layers=(1, 0, 2)), "rising layers"),
+        (dict(aux_layers=(0, 3)), "0 to 2, got 0, 3"),
+        (dict(aux_layers=()), "got none"),
         (dict(num_draft_tokens=33), "in 1 to 32, got 33"),
         (dict(layer=TARGET.config), "one decoder layer, and this one 3"),
     ):

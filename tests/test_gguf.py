@@ -4,16 +4,17 @@ understood is refused."""
 import builtins
 import json
 
-import make_folders
 import numpy as np
 import pytest
 import tokenizers
 
-from specjax import checkpoint, llama
+from specjax import llama
 from specjax.checkpoints_convert import gguf_tokenizer
 from specjax.checkpoints_convert.table import DTYPES
 from specjax.config import LlamaConfig, RopeConfig
+from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
+from support import folders
 
 gguf = pytest.importorskip("gguf")
 
@@ -118,14 +119,14 @@ def write(path, tensors, kind="F32", architecture="llama", keys=None, tokenizer=
 
 
 def byte_level_tokenizer():
-    state = json.loads(make_folders.backend().to_str())["model"]
+    state = json.loads(folders.backend().to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].get)
     return BYTE_LEVEL | {
         "tokens": tokens,
         "token_type": [3] * 4 + [1] * (len(tokens) - 4),
         "merges": [" ".join(merge) for merge in state["merges"]],
         "add_bos_token": True,
-        "chat_template": make_folders.CHAT_TEMPLATE,
+        "chat_template": folders.CHAT_TEMPLATE,
     }
 
 
@@ -146,7 +147,7 @@ def refused(path, *words):
     "config", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 )
 def test_same_parameters_as_the_hugging_face_folder(tmp_path, kind, config):
-    arrays = make_folders.tensors(CONFIG | config)
+    arrays = folders.tensors(CONFIG | config)
     path = write(
         tmp_path / "model.gguf", gguf_tensors(arrays), kind, tokenizer=byte_level_tokenizer()
     )
@@ -160,7 +161,7 @@ def test_same_parameters_as_the_hugging_face_folder(tmp_path, kind, config):
     }
     stored = {name: array.astype(DTYPES[KINDS[kind]]) for name, array in stored.items()}
     checkpoint.export(tmp_path / "ours", tmp_path / "back")
-    back = make_folders.read_folder(tmp_path / "back")
+    back = folders.read_folder(tmp_path / "back")
     assert back.keys() == stored.keys()
     for name, array in stored.items():
         assert back[name].tobytes() == array.tobytes(), name
@@ -184,7 +185,7 @@ def test_same_parameters_as_the_hugging_face_folder(tmp_path, kind, config):
 
 
 def test_dtype_option(tmp_path):
-    path = write(tmp_path / "model.gguf", gguf_tensors(make_folders.tensors(CONFIG)), "Q8_0")
+    path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)), "Q8_0")
     assert checkpoint.convert(path, tmp_path / "ours", dtype="bfloat16").dtype == "bfloat16"
     assert checkpoint.open_source(tmp_path / "ours").tokenizer is None
 
@@ -205,7 +206,7 @@ def llama3_factors(factor, original=8192, head_dim=16):
 
 
 def test_llama3_rope_is_recovered_from_its_factors(tmp_path):
-    tensors = gguf_tensors(make_folders.tensors(CONFIG))
+    tensors = gguf_tensors(folders.tensors(CONFIG))
     for factor in (1.0, 8.0, 32.0):
         path = write(
             tmp_path / f"{factor}.gguf",
@@ -232,7 +233,7 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path):
     [llama3_factors(8.0, original=4096), llama3_factors(8.0)[:-1], np.full(8, 2.0, np.float32)],
 )
 def test_other_rope_factors_are_refused(tmp_path, factors):
-    tensors = gguf_tensors(make_folders.tensors(CONFIG)) | {"rope_freqs.weight": factors}
+    tensors = gguf_tensors(folders.tensors(CONFIG)) | {"rope_freqs.weight": factors}
     refused(
         write(tmp_path / "model.gguf", tensors, keys={"rope.freq_base": 500000.0}),
         "rope_freqs.weight",
@@ -240,7 +241,7 @@ def test_other_rope_factors_are_refused(tmp_path, factors):
 
 
 def test_linear_rope(tmp_path):
-    tensors = gguf_tensors(make_folders.tensors(CONFIG))
+    tensors = gguf_tensors(folders.tensors(CONFIG))
     for i, (keys, rope) in enumerate(
         [
             (
@@ -268,7 +269,7 @@ def test_linear_rope(tmp_path):
 
 
 def test_bad_files(tmp_path):
-    tensors = gguf_tensors(make_folders.tensors(CONFIG))
+    tensors = gguf_tensors(folders.tensors(CONFIG))
     name = "blk.1.attn_k.weight"
     number = iter(range(100))
 
@@ -314,7 +315,7 @@ def test_bad_files(tmp_path):
 
 
 def test_without_the_gguf_package(tmp_path, monkeypatch):
-    path = write(tmp_path / "model.gguf", gguf_tensors(make_folders.tensors(CONFIG)))
+    path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)))
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -330,7 +331,7 @@ def test_without_the_gguf_package(tmp_path, monkeypatch):
 def test_special_ids_outside_of_the_vocabulary_are_dropped(tmp_path):
     path = write(
         tmp_path / "model.gguf",
-        gguf_tensors(make_folders.tensors(CONFIG)),
+        gguf_tensors(folders.tensors(CONFIG)),
         tokenizer=byte_level_tokenizer() | {"eos_token_id": 2**32 - 1},
     )
     opened = checkpoint.open_source(path)
@@ -340,15 +341,15 @@ def test_special_ids_outside_of_the_vocabulary_are_dropped(tmp_path):
 def test_byte_level_tokenizer(tmp_path):
     path = write(
         tmp_path / "model.gguf",
-        gguf_tensors(make_folders.tensors(CONFIG)),
+        gguf_tensors(folders.tensors(CONFIG)),
         tokenizer=byte_level_tokenizer(),
     )
     tokenizer = checkpoint.open_source(path).tokenizer
     for text in ("hello world", "<|user|>héllo 🎉<|assistant|>", " \n\t a"):
-        assert tokenizer.encode(text) == make_folders.backend().encode(text).ids
+        assert tokenizer.encode(text) == folders.backend().encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == "<s>" + text
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 267)
-    assert tokenizer.chat_template == make_folders.CHAT_TEMPLATE
+    assert tokenizer.chat_template == folders.CHAT_TEMPLATE
 
 
 @pytest.mark.parametrize(
@@ -392,7 +393,7 @@ def test_sentencepiece_tokenizer(tmp_path):
     types = [2, 3, 3] + [6] * 256 + [1] * 9 + [4]
     path = write(
         tmp_path / "model.gguf",
-        gguf_tensors(make_folders.tensors(CONFIG)),
+        gguf_tensors(folders.tensors(CONFIG)),
         tokenizer={
             "model": "llama",
             "tokens": pieces,

@@ -4,15 +4,16 @@ import json
 import pathlib
 
 import jax
-import make_folders
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from specjax import checkpoint, llama
+from specjax import llama
 from specjax.checkpoints_convert import hf, table
 from specjax.config import LlamaConfig, RopeConfig
+from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
+from support import folders
 
 LLAMA3 = {
     "factor": 8.0,
@@ -69,8 +70,8 @@ def test_the_table_describes_the_same_parameters_as_the_model(config):
 
 def test_fused_layout(tmp_path):
     config = {"attention_bias": True, "mlp_bias": True}
-    arrays = make_folders.tensors(config)
-    model = checkpoint.load(make_folders.write_folder(tmp_path / "hf", config, arrays, shards=3))
+    arrays = folders.tensors(config)
+    model = checkpoint.load(folders.write_folder(tmp_path / "hf", config, arrays, shards=3))
     H, G = 8, 2
     for i, layer in enumerate(model.params["layers"]):
         theirs = {name.removeprefix(f"model.layers.{i}."): array for name, array in arrays.items()}
@@ -127,7 +128,7 @@ def test_fused_layout(tmp_path):
     ],
 )
 def test_rope_in_every_spelling(tmp_path, fields, rope):
-    folder = make_folders.write_folder(tmp_path / "hf", fields)
+    folder = folders.write_folder(tmp_path / "hf", fields)
     assert hf.read_config(folder).rope == rope
     written = hf.config_fields(hf.read_config(folder), "float32")
     (folder / "config.json").write_text(json.dumps(written))
@@ -137,9 +138,7 @@ def test_rope_in_every_spelling(tmp_path, fields, rope):
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope", "su", "made_up"])
 def test_unknown_rope_type(tmp_path, kind):
     refused(
-        make_folders.write_folder(
-            tmp_path / "hf", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}
-        ),
+        folders.write_folder(tmp_path / "hf", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}),
         "config.json",
         repr(kind),
         "llama3",
@@ -147,9 +146,7 @@ def test_unknown_rope_type(tmp_path, kind):
 
 
 def test_optional_fields(tmp_path):
-    folder = make_folders.write_folder(
-        tmp_path / "hf", {"head_dim": None}, make_folders.tensors({})
-    )
+    folder = folders.write_folder(tmp_path / "hf", {"head_dim": None}, folders.tensors({}))
     config = json.loads((folder / "config.json").read_text())
     del config["num_key_value_heads"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -197,15 +194,15 @@ def test_optional_fields(tmp_path):
     ],
 )
 def test_configurations_that_are_refused(tmp_path, config, words):
-    arrays = make_folders.tensors({})
-    refused(make_folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
+    arrays = folders.tensors({})
+    refused(folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
 
 
 @pytest.mark.parametrize(
     "field", ["rms_norm_eps", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 )
 def test_a_missing_field_is_not_guessed(tmp_path, field):
-    folder = make_folders.write_folder(tmp_path / "hf")
+    folder = folders.write_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     del config[field]
     (folder / "config.json").write_text(json.dumps(config))
@@ -216,36 +213,36 @@ def test_a_missing_field_is_not_guessed(tmp_path, field):
     "file", ["config.json", "tokenizer.json", "tokenizer_config.json", hf.INDEX]
 )
 def test_corrupt_json(tmp_path, file):
-    folder = make_folders.write_folder(tmp_path / "hf", shards=2)
+    folder = folders.write_folder(tmp_path / "hf", shards=2)
     (folder / file).write_text('{"a": ')
     refused(folder, file)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_missing_tensor(tmp_path, shards):
-    arrays = make_folders.tensors({})
+    arrays = folders.tensors({})
     del arrays[Q]
-    refused(make_folders.write_folder(tmp_path / "hf", arrays=arrays, shards=shards), Q, "missing")
+    refused(folders.write_folder(tmp_path / "hf", arrays=arrays, shards=shards), Q, "missing")
 
 
 @pytest.mark.parametrize(
     "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra"]
 )
 def test_surplus_tensor(tmp_path, name):
-    arrays = make_folders.tensors({}) | {name: np.zeros(3, np.float32)}
-    refused(make_folders.write_folder(tmp_path / "hf", arrays=arrays), name, "surplus")
+    arrays = folders.tensors({}) | {name: np.zeros(3, np.float32)}
+    refused(folders.write_folder(tmp_path / "hf", arrays=arrays), name, "surplus")
 
 
 def test_misshapen_tensor(tmp_path):
-    arrays = make_folders.tensors({}) | {Q: np.zeros((16, 32), np.float32)}
-    refused(make_folders.write_folder(tmp_path / "hf", arrays=arrays), Q, "[16, 32]", "[32, 32]")
+    arrays = folders.tensors({}) | {Q: np.zeros((16, 32), np.float32)}
+    refused(folders.write_folder(tmp_path / "hf", arrays=arrays), Q, "[16, 32]", "[32, 32]")
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float64])
 def test_dtype_that_is_not_supported(tmp_path, dtype):
-    arrays = make_folders.tensors({}) | {Q: np.zeros((32, 32), dtype)}
+    arrays = folders.tensors({}) | {Q: np.zeros((32, 32), dtype)}
     refused(
-        make_folders.write_folder(tmp_path / "hf", arrays=arrays),
+        folders.write_folder(tmp_path / "hf", arrays=arrays),
         Q,
         {np.int8: "I8", np.float64: "F64"}[dtype],
     )
@@ -253,7 +250,7 @@ def test_dtype_that_is_not_supported(tmp_path, dtype):
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
 def test_truncated_file(tmp_path, keep):
-    folder = make_folders.write_folder(tmp_path / "hf")
+    folder = folders.write_folder(tmp_path / "hf")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     refused(folder, path, "truncated")
@@ -261,61 +258,59 @@ def test_truncated_file(tmp_path, keep):
 
 def test_shards_and_index_must_agree(tmp_path):
     second = "model-00002-of-00002.safetensors"
-    folder = make_folders.write_folder(tmp_path / "absent" / "hf", shards=2)
+    folder = folders.write_folder(tmp_path / "absent" / "hf", shards=2)
     (folder / second).unlink()
     refused(folder, second, "not in the folder")
 
-    folder = make_folders.write_folder(tmp_path / "unlisted" / "hf", shards=2)
+    folder = folders.write_folder(tmp_path / "unlisted" / "hf", shards=2)
     index = json.loads((folder / hf.INDEX).read_text())["weight_map"]
     kept = {name: file for name, file in index.items() if file != second}
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": kept}))
     refused(folder, second, "missing from the index")
 
-    folder = make_folders.write_folder(tmp_path / "no_index" / "hf", shards=2)
+    folder = folders.write_folder(tmp_path / "no_index" / "hf", shards=2)
     (folder / hf.INDEX).unlink()
     refused(folder, hf.INDEX)
 
-    folder = make_folders.write_folder(tmp_path / "moved" / "hf", shards=2)
+    folder = folders.write_folder(tmp_path / "moved" / "hf", shards=2)
     other = ({"model-00001-of-00002.safetensors", second} - {index[Q]}).pop()
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": index | {Q: other}}))
     refused(folder, Q)
 
-    folder = make_folders.write_folder(tmp_path / "outside" / "hf", shards=2)
+    folder = folders.write_folder(tmp_path / "outside" / "hf", shards=2)
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": index | {Q: "../model.safetensors"}}))
     refused(folder, Q, "../model.safetensors")
 
     (tmp_path / "none" / "hf").mkdir(parents=True)
-    (tmp_path / "none" / "hf" / "config.json").write_text(json.dumps(make_folders.CONFIG))
+    (tmp_path / "none" / "hf" / "config.json").write_text(json.dumps(folders.CONFIG))
     refused(tmp_path / "none" / "hf", "no safetensors weights")
 
 
 def test_tied_models_may_carry_an_equal_head_only(tmp_path):
     config = {"tie_word_embeddings": True}
-    arrays = make_folders.tensors(config)
+    arrays = folders.tensors(config)
     equal = arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"].copy()}
-    folder = make_folders.write_folder(tmp_path / "equal" / "hf", config, equal)
+    folder = folders.write_folder(tmp_path / "equal" / "hf", config, equal)
     assert "lm_head_VD" not in checkpoint.load(folder).params
     equal["lm_head.weight"][-1, -1] += 1
-    folder = make_folders.write_folder(tmp_path / "other" / "hf", config, equal)
+    folder = folders.write_folder(tmp_path / "other" / "hf", config, equal)
     refused(folder, "lm_head.weight", "tie_word_embeddings")
 
 
 def test_rotary_buffers_are_ignored(tmp_path):
-    arrays = make_folders.tensors({}) | {
+    arrays = folders.tensors({}) | {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)
     }
     for shards in (1, 2):
-        checkpoint.load(
-            make_folders.write_folder(tmp_path / str(shards), arrays=arrays, shards=shards)
-        )
+        checkpoint.load(folders.write_folder(tmp_path / str(shards), arrays=arrays, shards=shards))
 
 
 def test_eos_is_a_union(tmp_path):
-    folder = make_folders.write_folder(tmp_path / "hf", {"eos_token_id": [7, 9]})
+    folder = folders.write_folder(tmp_path / "hf", {"eos_token_id": [7, 9]})
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 11}))
     assert checkpoint.load(folder).eos_ids == (1, 7, 9, 11)  # 1 is the tokenizer's
     (folder / "tokenizer.json").unlink()
-    (folder / "config.json").write_text(json.dumps(make_folders.CONFIG | {"eos_token_id": None}))
+    (folder / "config.json").write_text(json.dumps(folders.CONFIG | {"eos_token_id": None}))
     assert checkpoint.load(folder).eos_ids == (11,)
     (folder / "generation_config.json").unlink()
     assert checkpoint.load(folder).eos_ids == ()
@@ -327,35 +322,35 @@ def test_eos_is_a_union(tmp_path):
 
 
 def test_eos_ids_outside_of_the_vocabulary_are_dropped(tmp_path):
-    folder = make_folders.write_folder(tmp_path / "hf", {"eos_token_id": [-1, 7, 288]})
+    folder = folders.write_folder(tmp_path / "hf", {"eos_token_id": [-1, 7, 288]})
     assert checkpoint.open_source(folder).eos_ids == (1, 7)
 
 
 def test_dtypes_of_loaded_parameters(tmp_path):
-    arrays = make_folders.tensors({}, "bfloat16")
-    folder = make_folders.write_folder(tmp_path / "hf", arrays=arrays)
-    expected = np.float32 if jax.default_backend() == "cpu" else make_folders.DTYPES["bfloat16"]
+    arrays = folders.tensors({}, "bfloat16")
+    folder = folders.write_folder(tmp_path / "hf", arrays=arrays)
+    expected = np.float32 if jax.default_backend() == "cpu" else folders.DTYPES["bfloat16"]
     assert checkpoint.load(folder).params["embed_VD"].dtype == expected
-    for dtype in (*make_folders.DTYPES, *make_folders.DTYPES.values()):
+    for dtype in (*folders.DTYPES, *folders.DTYPES.values()):
         params = checkpoint.load(folder, dtype=dtype).params
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {
-            np.dtype(make_folders.DTYPES.get(dtype, dtype))
+            np.dtype(folders.DTYPES.get(dtype, dtype))
         }
     with pytest.raises(SpecJAXError, match="int8"):
         checkpoint.load(folder, dtype="int8")
 
 
 def test_mixed_dtypes_lose_nothing(tmp_path):
-    arrays = make_folders.tensors({}, "bfloat16")
+    arrays = folders.tensors({}, "bfloat16")
     arrays["model.norm.weight"] = np.full(32, 1 + 2**-20, np.float32)
-    opened = checkpoint.open_source(make_folders.write_folder(tmp_path / "hf", arrays=arrays))
+    opened = checkpoint.open_source(folders.write_folder(tmp_path / "hf", arrays=arrays))
     assert opened.dtype == "float32"
     assert dict(opened.parameters("float32"))["final_norm_D",][0] == np.float32(1 + 2**-20)
 
 
 def test_overflow_in_float16_is_an_error(tmp_path):
-    arrays = make_folders.tensors({}) | {"model.norm.weight": np.full(32, 1e5, np.float32)}
-    folder = make_folders.write_folder(tmp_path / "hf", arrays=arrays)
+    arrays = folders.tensors({}) | {"model.norm.weight": np.full(32, 1e5, np.float32)}
+    folder = folders.write_folder(tmp_path / "hf", arrays=arrays)
     with pytest.raises(SpecJAXError, match=r"model\.norm\.weight does not fit into float16"):
         checkpoint.convert(folder, tmp_path / "out", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
@@ -363,8 +358,8 @@ def test_overflow_in_float16_is_an_error(tmp_path):
 
 def test_single_file_wins_over_an_index(tmp_path):
     """As in transformers: some repositories hold both."""
-    folder = make_folders.write_folder(tmp_path / "hf", shards=2)
-    other = make_folders.tensors({}, seed=1)
+    folder = folders.write_folder(tmp_path / "hf", shards=2)
+    other = folders.tensors({}, seed=1)
     safetensors.numpy.save_file(other, folder / "model.safetensors")
     np.testing.assert_array_equal(
         checkpoint.load(folder).params["embed_VD"], other["model.embed_tokens.weight"]

@@ -19,7 +19,7 @@ FOLDERS = {
 LAYERS = (
     ("specjax.errors",),
     ("specjax.config",),
-    ("specjax.sharding",),
+    ("specjax.parallel", "specjax.lax_utils"),
     ("specjax.kv_cache", "specjax.sampling"),
     ("specjax.llama", "specjax.verify"),
     ("specjax.drafters",),

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny
 
 from specjax import kv_cache
 from specjax.errors import SpecJAXError
+from support.models import tiny
 
 CONFIG = tiny(0).config
 
@@ -26,19 +26,19 @@ def owned(cache) -> list[int]:
 def test_a_thousand_short_requests_leave_every_page_free():
     """Random starts, growth and ends of 1,000 requests in 5 rows of a pool that is often nearly
     full."""
-    B, Z, max_slots = 5, 3, 17
-    cache = kv_cache.init(CONFIG, B, max_slots, page_size=Z)
+    B, Z, max_seq_len = 5, 3, 17
+    cache = kv_cache.init(CONFIG, B, max_seq_len, page_size=Z)
     P = int(cache.num_free_C[0])
 
     @jax.jit
-    def turn(cache, slots_B, ended_B):
-        reserved = kv_cache.reserve(cache, slots_B)
+    def turn(cache, positions_B, ended_B):
+        reserved = kv_cache.reserve(cache, positions_B)
         return reserved, kv_cache.release(reserved, ended_B)
 
     rng = np.random.default_rng(0)
     length_B, finished, fullest = np.zeros(B, int), 0, 0
     while finished < 1000:
-        grown_B = np.minimum(length_B + rng.integers(0, 7, B), max_slots)
+        grown_B = np.minimum(length_B + rng.integers(0, 7, B), max_seq_len)
         ended_B = (rng.random(B) < 0.4) & (grown_B > 0)
         before = np.asarray(cache.block_table_BX)
         # A row that is done asks for nothing, as in the decode loop.
@@ -68,7 +68,7 @@ def test_an_empty_free_list_gives_no_page_twice():
     ) == 7
 
 
-def test_more_slots_than_a_row_can_hold_get_the_pages_there_are():
+def test_more_positions_than_a_row_can_hold_get_the_pages_there_are():
     cache = kv_cache.reserve(kv_cache.init(CONFIG, 2, 8, page_size=4), jnp.array([100, 1]))
     assert (np.asarray(cache.block_table_BX) < 4).sum(axis=1).tolist() == [2, 1]
 
@@ -81,11 +81,11 @@ def test_releasing_twice_frees_once():
 
 
 def test_what_is_written_lies_where_locate_says_and_nowhere_else():
-    """Slots before 0, beyond the table and in pages not held are dropped: none wraps round to
+    """Positions before 0, beyond the table and in pages not held are dropped: none wraps round to
     another page."""
     cache = kv_cache.reserve(kv_cache.init(CONFIG, 2, 8, page_size=4), jnp.array([5, 3]))
-    slots_BT = jnp.array([[-1, 0, 4, 7, 8], [-4, 2, 4, 9, -1]])
-    page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
+    positions_BT = jnp.array([[-1, 0, 4, 7, 8], [-4, 2, 4, 9, -1]])
+    page_BT, offset_BT = kv_cache.locate(cache, positions_BT)
     assert (np.asarray(page_BT) < 4).tolist() == [
         [False, True, True, True, False],
         [False, True, False, False, False],
@@ -108,10 +108,10 @@ def test_what_is_written_lies_where_locate_says_and_nowhere_else():
         (dict(page_size=0), "page_size"),
         (dict(num_pages=0), "num_pages"),
         (dict(batch_size=0), "batch_size"),
-        (dict(max_slots=0), "max_slots"),
+        (dict(max_seq_len=0), "max_seq_len"),
     ],
 )
 def test_sizes_below_one_are_refused_by_name(changes, name):
-    sizes = dict(batch_size=1, max_slots=4, page_size=2) | changes
+    sizes = dict(batch_size=1, max_seq_len=4, page_size=2) | changes
     with pytest.raises(SpecJAXError, match=f"{name} must be at least 1, got 0"):
         kv_cache.init(CONFIG, **sizes)

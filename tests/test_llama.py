@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import Model, full_logits, tiny
 
-from specjax import checkpoint, kv_cache, llama
+from specjax import kv_cache, llama
 from specjax.config import LlamaConfig, RopeConfig
+from specjax.engine import load as checkpoint
+from support.models import Model, full_logits, tiny
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "llama"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-PREFILL = jax.jit(llama.prefill, static_argnums=(1, 5), static_argnames=("taps", "implementation"))
-FORWARD = jax.jit(llama.forward, static_argnums=1, static_argnames=("taps", "implementation"))
+PREFILL = jax.jit(
+    llama.prefill, static_argnums=(1, 5), static_argnames=("aux_layers", "implementation")
+)
+FORWARD = jax.jit(llama.forward, static_argnums=1, static_argnames=("aux_layers", "implementation"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,25 +92,25 @@ def test_prefill_fills_the_cache_as_one_pass_does():
     tokens_BS = np.random.default_rng(2).integers(0, 32, (B, S))
     count_B = jnp.arange(B)
     caches = []
-    for chunk, taps in ((8, (0, 1)), (S, ())):
-        cache, taps_BSD = PREFILL(
+    for chunk, aux_layers in ((8, (0, 1)), (S, ())):
+        cache, aux_hidden_BSD = PREFILL(
             model.params,
             model.config,
             tokens_BS,
             count_B,
             kv_cache.init(model.config, B, S, page_size=Z),
             chunk,
-            taps=taps,
+            aux_layers=aux_layers,
         )
         assert (
             (np.asarray(cache.block_table_BX) < len(cache.free_P)).sum(axis=1)
             == -(-np.arange(B) // Z)
         ).all()
         caches.append(cache)
-        for tap_BSD in taps_BSD:
+        for hidden_BSD in aux_hidden_BSD:
             assert (
-                tap_BSD.shape == (B, S, model.config.hidden_size)
-                and (tap_BSD[-1, : B - 1] != 0).any(-1).all()
+                hidden_BSD.shape == (B, S, model.config.hidden_size)
+                and (hidden_BSD[-1, : B - 1] != 0).any(-1).all()
             )
     read_BS = np.arange(S) < np.arange(B)[:, None]
     page_BS, offset_BS = (

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from specjax import metrics
-from specjax.generation import Completion
+from specjax.engine import metrics
+from specjax.engine.generate import Completion
 
 
 def completion(*rounds: tuple[int, int, int], reason: str = "length") -> Completion:

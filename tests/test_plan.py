@@ -4,15 +4,16 @@ import json
 import pathlib
 import re
 
-import make_folders
 import ml_dtypes
 import numpy as np
 import pytest
 from absl import flags
 
-from specjax import checkpoint, plan
+from specjax.bench import plan
 from specjax.cli import main
+from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
+from support import folders
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -110,8 +111,8 @@ class TestSpeed:
         assert made.plain.reading == pytest.approx(
             (2 * (70553706496 - 128256 * 8192) / 4 + 1024 * 81920) / 2.039e12, rel=1e-4
         )
-        assert made.plain.floor == made.plain.reading == made.verify.floor
-        assert made.drafting.floor == pytest.approx(
+        assert made.plain.roofline == made.plain.reading == made.verify.roofline
+        assert made.drafting.roofline == pytest.approx(
             (2 * (8030261248 - 128256 * 4096) / 2 + 1024 * 65536) / 2.039e12, rel=1e-4
         )
 
@@ -121,7 +122,9 @@ class TestSpeed:
         assert made.plain.computing == pytest.approx(
             200 * (matrices + attention) / 312e12, rel=1e-4
         )
-        assert made.verify.floor == made.verify.computing == pytest.approx(6 * made.plain.computing)
+        assert (
+            made.verify.roofline == made.verify.computing == pytest.approx(6 * made.plain.computing)
+        )
         draft = 2 * (8030261248 - 128256 * 4096) / 2 + 4 * 32 * 16 * 128 * 256
         assert made.drafting.computing == pytest.approx(200 * draft / 312e12, rel=1e-4)
         assert made.plain.reading == pytest.approx(
@@ -130,14 +133,14 @@ class TestSpeed:
 
     def test_speedup(self):
         made = make(num_speculative_tokens=3)
-        cost = 1 + 3 * made.drafting.floor / made.plain.floor
+        cost = 1 + 3 * made.drafting.roofline / made.plain.roofline
         assert made.speedup(0.5) == pytest.approx((1 + 0.5 + 0.25 + 0.125) / cost)
         assert made.speedup(0) == pytest.approx(1 / cost)
         assert make(draft=None, num_speculative_tokens=3).speedup(1) == pytest.approx(
             4
         )  # drafts that cost nothing
         assert make(batch_size=2).tokens_per_second == pytest.approx(
-            2 / make(batch_size=2).plain.floor
+            2 / make(batch_size=2).plain.roofline
         )
 
     def test_a_measured_speed_slows_the_target_alone(self):
@@ -145,15 +148,15 @@ class TestSpeed:
         assert made.tokens_per_second == pytest.approx(23.8)
         assert make(plain_tokens_per_second=40, batch_size=2).tokens_per_second == pytest.approx(40)
         assert made.drafting == make().drafting
-        assert made.speedup(1) == pytest.approx(6 / (1 + 5 * made.drafting.floor * 23.8))
+        assert made.speedup(1) == pytest.approx(6 / (1 + 5 * made.drafting.roofline * 23.8))
         with pytest.raises(
-            SpecJAXError, match=r"=90 is above what the floor of a step allows, 58\.5"
+            SpecJAXError, match=r"=90 is above what the roofline of a step allows, 58\.5"
         ):
             make(plain_tokens_per_second=90)
 
 
 def test_both_formats_and_folders_without_weights_are_read(tmp_path):
-    folder = make_folders.write_folder(tmp_path / "hf", {"num_hidden_layers": 1})
+    folder = folders.write_folder(tmp_path / "hf", {"num_hidden_layers": 1})
     checkpoint.convert(folder, tmp_path / "ours")
     expected = checkpoint.open_source(folder).config
     for path in folder.glob("*.safetensors"):
@@ -205,12 +208,17 @@ def test_the_command_prints_the_plan(command):
     assert ["KV bytes per token", "81,920", "65,536", "147,456"] in table
     assert ["tokens of KV that fit at 0.92", "", "", f"{made.kv_tokens:,}"] in table
     assert ["target, 6 tokens", "17.09 ms", "0.68 ms", "17.09 ms"] in table
-    assert ["α = 0.784", "3.55", "1.70x", f"{made.speedup(0.784) / made.plain.floor:.1f}"] in table
+    assert [
+        "α = 0.784",
+        "3.55",
+        "1.70x",
+        f"{made.speedup(0.784) / made.plain.roofline:.1f}",
+    ] in table
     assert [
         "α = 0.5",
         "1.97",
         f"{made.speedup(0.5):.2f}x",
-        f"{made.speedup(0.5) / made.plain.floor:.1f}",
+        f"{made.speedup(0.5) / made.plain.roofline:.1f}",
     ] in table
     assert "without launches, all-reduces and sampling" in out
     assert "predicted, K = 5; plain: 58.5 tokens/s" in out
@@ -315,7 +323,7 @@ def test_what_is_refused(command, arguments, parts):
 
 
 def test_models_with_different_vocabularies_are_refused(command, tmp_path):
-    make_folders.write_folder(tmp_path / "small", {"num_hidden_layers": 1})
+    folders.write_folder(tmp_path / "small", {"num_hidden_layers": 1})
     code, _, err = command(*PAIR, f"--draft={tmp_path / 'small'}")
     assert code == 2
     assert "the target has 128256 tokens and the draft model 288" in err

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 
-import make_folders
 import pytest
+
+from support import folders
 
 CONFIG = {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 8192}
 PROMPTS = ("hello", "he", "or world")
@@ -21,9 +22,9 @@ SECONDS = 400  # a test that takes longer has failed
 def folder(tmp_path_factory):
     """Models that agree now and then."""
     folder = tmp_path_factory.mktemp("models")
-    arrays, noise = (make_folders.tensors(CONFIG, seed=seed) for seed in (0, 1))
-    make_folders.write_folder(folder / "target", CONFIG, arrays)
-    make_folders.write_folder(
+    arrays, noise = (folders.tensors(CONFIG, seed=seed) for seed in (0, 1))
+    folders.write_folder(folder / "target", CONFIG, arrays)
+    folders.write_folder(
         folder / "draft", CONFIG, {name: x + 0.1 * noise[name] for name, x in arrays.items()}
     )
     return folder

@@ -3,9 +3,8 @@
 import pathlib
 import re
 
-import make_folders
-
 import specjax
+from support import folders
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -14,7 +13,7 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 4
     folder, load = (
-        make_folders.write_folder(tmp_path / "model", {"num_hidden_layers": 1}),
+        folders.write_folder(tmp_path / "model", {"num_hidden_layers": 1}),
         specjax.load,
     )
     monkeypatch.setattr(specjax, "load", lambda path, **options: load(folder, **options))

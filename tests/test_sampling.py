@@ -1,4 +1,4 @@
-"""Laws against a step-by-step reference in float64, and the noise that draws from them."""
+"""Distributions against a step-by-step reference in float64, and the noise that draws from them."""
 
 import dataclasses
 from unittest import mock
@@ -7,25 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import reference_law
 
 from specjax import sampling as sampling_lib
-from specjax.kernels.verify.partial import inverse
-from specjax.sampling import SamplingParams, Stream
+from specjax.kernels.sampling.partial import inverse
+from specjax.sampling import SamplingArrays, Stream
+from support.distributions import reference_distribution
 
 
 @jax.jit
 def PROBABILITIES(logits_BTV, sampling):
-    """The laws that `draw` describes, written out: float32 `[B, T, V]`."""
-    likeliest_BT, law = sampling_lib.draw(logits_BTV, sampling, None, None)
+    """The distributions that `draw` describes, written out: float32 `[B, T, V]`."""
+    argmax_BT, distribution = sampling_lib.draw(logits_BTV, sampling, None, None)
     temperature_B11 = sampling.temperature_B[:, None, None]
-    weight_BTV = jnp.exp((logits_BTV - law.largest_BT[..., None]) * inverse(temperature_B11))
-    law_BTV = (
-        jnp.where(logits_BTV >= law.threshold_BT[..., None], weight_BTV, 0)
-        / law.total_BT[..., None]
+    weight_BTV = jnp.exp(
+        (logits_BTV - distribution.largest_BT[..., None]) * inverse(temperature_B11)
+    )
+    probs_BTV = (
+        jnp.where(logits_BTV >= distribution.threshold_BT[..., None], weight_BTV, 0)
+        / distribution.total_BT[..., None]
     )
     return jnp.where(
-        temperature_B11 == 0, jax.nn.one_hot(likeliest_BT, logits_BTV.shape[-1]), law_BTV
+        temperature_B11 == 0, jax.nn.one_hot(argmax_BT, logits_BTV.shape[-1]), probs_BTV
     )
 
 
@@ -38,7 +40,7 @@ def params(B, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0):
             None if value is None else jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
         )
 
-    return SamplingParams(
+    return SamplingArrays(
         rows(seed, np.uint32),
         rows(temperature, np.float32),
         rows(top_k, np.int32),
@@ -48,11 +50,11 @@ def params(B, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0):
 
 
 def test_temperature_comes_before_top_p():
-    """After it, a nucleus of 0.8 of the law at temperature 1 would hold two tokens, not three."""
-    law_BTV = PROBABILITIES(
+    """After it, a nucleus of 0.8 of the distribution at temperature 1 would hold two tokens, not three."""
+    probs_BTV = PROBABILITIES(
         jnp.array([[[3.0, 2.0, 1.0, 0.0]]]), params(1, temperature=2.0, top_p=0.8)
     )
-    np.testing.assert_allclose(law_BTV[0, 0], [0.507, 0.307, 0.186, 0], atol=6e-4)
+    np.testing.assert_allclose(probs_BTV[0, 0], [0.507, 0.307, 0.186, 0], atol=6e-4)
 
 
 FILTERS = [
@@ -84,12 +86,12 @@ def test_every_row_gets_its_own_temperature_and_filters(V):
         name: [row.get(name, default) for row in rows]
         for name, default in dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items()
     }
-    law_BTV = np.asarray(PROBABILITIES(logits_BTV, params(len(rows), **columns)))
-    np.testing.assert_allclose(law_BTV.sum(-1), 1, atol=1e-5)
+    probs_BTV = np.asarray(PROBABILITIES(logits_BTV, params(len(rows), **columns)))
+    np.testing.assert_allclose(probs_BTV.sum(-1), 1, atol=1e-5)
     for b, row in enumerate(rows):
         for t in range(2):
-            expected_V = reference_law(logits_BTV[b, t], **row)
-            np.testing.assert_allclose(law_BTV[b, t], expected_V, atol=2e-6, err_msg=str(row))
+            expected_V = reference_distribution(logits_BTV[b, t], **row)
+            np.testing.assert_allclose(probs_BTV[b, t], expected_V, atol=2e-6, err_msg=str(row))
 
 
 @pytest.mark.parametrize("filters", FILTERS)
@@ -125,69 +127,73 @@ def test_filters_find_the_same_threshold_a_bit_or_four_at_a_time():
 
 
 def test_tokens_that_tie_are_kept_together():
-    law_BTV = PROBABILITIES(jnp.array([[[1.0, 1.0, 1.0, 0.0]]]), params(1, top_k=2))
-    np.testing.assert_allclose(law_BTV[0, 0], [1 / 3, 1 / 3, 1 / 3, 0], atol=1e-6)
+    probs_BTV = PROBABILITIES(jnp.array([[[1.0, 1.0, 1.0, 0.0]]]), params(1, top_k=2))
+    np.testing.assert_allclose(probs_BTV[0, 0], [1 / 3, 1 / 3, 1 / 3, 0], atol=1e-6)
 
 
 def test_greedy_is_one_on_the_first_most_likely_token():
     logits_BTV = jnp.array([[[0.0, 2.0, 2.0, -1.0]], [[0.0, 2.0, 2.0, -1.0]]])
     for temperatures in ([0.0, 0.0], [0.0, 1.0]):
-        law_BTV = PROBABILITIES(logits_BTV, params(2, temperature=temperatures, top_k=2, top_p=0.5))
-        assert law_BTV[0, 0].tolist() == [0, 1, 0, 0]
+        probs_BTV = PROBABILITIES(
+            logits_BTV, params(2, temperature=temperatures, top_k=2, top_p=0.5)
+        )
+        assert probs_BTV[0, 0].tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-41, 1e-37, 1e-6, 1e6])
-def test_extreme_temperatures_give_a_law(temperature):
+def test_extreme_temperatures_give_a_distribution(temperature):
     """What is drawn follows it, too."""
     logits_BTV = jnp.tile(jnp.array([40.0, -7.0, 39.0, 0.0]), (400, 1, 1))
     sampling = params(400, temperature=temperature, seed=np.arange(400))
-    law_BTV = PROBABILITIES(logits_BTV, sampling)
+    probs_BTV = PROBABILITIES(logits_BTV, sampling)
     expected = [1, 0, 0, 0] if temperature < 1 else [0.25] * 4
-    np.testing.assert_allclose(law_BTV[0, 0], expected, atol=1e-4)
+    np.testing.assert_allclose(probs_BTV[0, 0], expected, atol=1e-4)
     drawn_BT, _ = DRAW(logits_BTV, sampling, jnp.zeros((400, 1), jnp.int32), Stream.TARGET)
     assert (np.bincount(np.asarray(drawn_BT)[:, 0], minlength=4) > 60).tolist() == [
         p > 0 for p in expected
     ]
 
 
-def test_draws_follow_the_law_and_never_leave_it():
+def test_draws_follow_the_distribution_and_never_leave_it():
     """Six standard deviations, at a fixed seed."""
-    law_V = np.float32([0.02, 0, 0.5, 0.3, 0, 0.18])
+    probs_V = np.float32([0.02, 0, 0.5, 0.3, 0, 0.18])
     B = 100_000
     with np.errstate(divide="ignore"):
-        logits_BTV = jnp.tile(np.log(law_V), (B, 1, 1))
+        logits_BTV = jnp.tile(np.log(probs_V), (B, 1, 1))
     tokens_B1, _ = DRAW(
         logits_BTV, params(B, seed=np.arange(B)), jnp.full((B, 1), 7), Stream.TARGET
     )
     share_V = np.bincount(np.asarray(tokens_B1)[:, 0], minlength=6) / B
-    assert (np.abs(share_V - law_V) <= 6 * np.sqrt(law_V * (1 - law_V) / B)).all()
+    assert (np.abs(share_V - probs_V) <= 6 * np.sqrt(probs_V * (1 - probs_V) / B)).all()
     assert share_V[1] == share_V[4] == 0
 
 
 def test_noise_depends_on_seed_position_and_stream_alone():
     """Not on the row, the neighbours, the column, or the number of columns."""
     V, rng = 64, np.random.default_rng(0)
-    law_V = rng.dirichlet(np.ones(V)).astype(np.float32)
+    probs_V = rng.dirichlet(np.ones(V)).astype(np.float32)
     seed_B, position_BT = (
         np.array([5, 5, 9, 2**32 - 1], np.uint32),
         np.array([[3, 4], [4, 3], [3, 3], [3, 4]]),
     )
-    laws = jnp.tile(np.log(law_V), (4, 2, 1))
-    tokens_BT = np.asarray(DRAW(laws, params(4, seed=seed_B), position_BT, Stream.TARGET)[0])
+    distributions = jnp.tile(np.log(probs_V), (4, 2, 1))
+    tokens_BT = np.asarray(
+        DRAW(distributions, params(4, seed=seed_B), position_BT, Stream.TARGET)[0]
+    )
     assert (
         tokens_BT[0].tolist() == tokens_BT[1, ::-1].tolist() and tokens_BT[2, 0] == tokens_BT[2, 1]
     )
     for b in range(4):
         for t in range(2):
             alone, _ = DRAW(
-                laws[:1, :1],
+                distributions[:1, :1],
                 params(1, seed=seed_B[b]),
                 position_BT[b : b + 1, t : t + 1],
                 Stream.TARGET,
             )
             assert alone[0, 0] == tokens_BT[b, t]
     mixed = params(4, seed=seed_B, temperature=[1.0, 0.0, 1.0, 1.0])
-    drawn = np.asarray(DRAW(laws, mixed, position_BT, Stream.TARGET)[0])
+    drawn = np.asarray(DRAW(distributions, mixed, position_BT, Stream.TARGET)[0])
     np.testing.assert_array_equal(drawn[[0, 2, 3]], tokens_BT[[0, 2, 3]])
 
 
@@ -207,7 +213,7 @@ def test_seeds_positions_and_streams_have_independent_noise():
 
 
 def test_params_are_a_pytree_of_rows():
-    assert [field.name for field in dataclasses.fields(SamplingParams)] == [
+    assert [field.name for field in dataclasses.fields(SamplingArrays)] == [
         "seed_B",
         "temperature_B",
         "top_k_B",

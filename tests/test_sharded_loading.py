@@ -16,15 +16,16 @@ import tempfile
 import types
 
 import jax
-import make_folders
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors
 
-from specjax import checkpoint, llama, sharding
+from specjax import llama, parallel
 from specjax.checkpoints_convert import hf, orbax, table
+from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
+from support import folders
 
 CONFIG = {
     "num_attention_heads": 16,
@@ -49,7 +50,7 @@ def case(request, tmp_path_factory):
     """A folder of a model with biases, tied or not; a dtype; and the model loaded as that."""
     (name, tied, dtype), path = request.param, tmp_path_factory.mktemp("models")
     config = CONFIG | {"tie_word_embeddings": tied}
-    make_folders.write_folder(path / "hf", config, shards=2, dtype="bfloat16")
+    folders.write_folder(path / "hf", config, shards=2, dtype="bfloat16")
     if name == "ours":
         checkpoint.convert(path / "hf", path / "ours")
     return path / name, dtype, checkpoint.load(path / name, dtype=dtype)
@@ -63,15 +64,15 @@ def assert_same_bits(actual, expected):
     )
 
 
-@pytest.mark.parametrize("role", sharding.RULES)
+@pytest.mark.parametrize("role", parallel.RULES)
 @pytest.mark.parametrize(("data", "target", "draft"), DEGREES)
 def test_shards_are_those_of_the_whole(case, data, target, draft, role):
     folder, dtype, whole = case
-    mesh = sharding.make_mesh(target, draft, data)
+    mesh = parallel.make_mesh(target, draft, data)
     model = checkpoint.load(folder, dtype=dtype, mesh=mesh, role=role)
     assert (whole.mesh, model.mesh, model.config) == (None, mesh, whole.config)
     assert_same_bits(model.params, whole.params)
-    specs = sharding.specs(llama.abstract_params(model.config), role)
+    specs = parallel.specs(llama.abstract_params(model.config), role)
     assert jax.tree.map(lambda array: array.sharding, model.params) == jax.tree.map(
         lambda spec: jax.NamedSharding(mesh, spec), specs
     )
@@ -93,7 +94,7 @@ def test_without_a_mesh_everything_is_on_the_default_device(case):
 
 def test_each_slice_is_read_once(tmp_path, monkeypatch):
     """However many devices hold it; and none is larger than what one device holds."""
-    make_folders.write_folder(tmp_path / "hf", CONFIG)
+    folders.write_folder(tmp_path / "hf", CONFIG)
     sizes, safe_open = {}, safetensors.safe_open
 
     class Slice:
@@ -118,8 +119,8 @@ def test_each_slice_is_read_once(tmp_path, monkeypatch):
             )
 
     monkeypatch.setattr(safetensors, "safe_open", watched)
-    checkpoint.load(tmp_path / "hf", mesh=sharding.make_mesh(4, 2, 2), role="target")
-    whole = {name: int(np.prod(shape)) for name, shape in make_folders.shapes(CONFIG).items()}
+    checkpoint.load(tmp_path / "hf", mesh=parallel.make_mesh(4, 2, 2), role="target")
+    whole = {name: int(np.prod(shape)) for name, shape in folders.shapes(CONFIG).items()}
     assert sizes == {
         name: [size]
         if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
@@ -130,7 +131,7 @@ def test_each_slice_is_read_once(tmp_path, monkeypatch):
 
 def test_converted_arrays_are_cut_along_the_axes_that_are_split(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax, "CHUNK_BYTES", 2048)
-    checkpoint.convert(make_folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
+    checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
     handler = ocp.PyTreeCheckpointHandler()
     found = {}
     for item in ("embed_VD", "layers/000"):
@@ -160,9 +161,9 @@ def test_there_are_not_too_many_chunks(size, chunks):
 def test_a_checkpoint_that_is_cut_otherwise_still_loads(tmp_path, monkeypatch):
     """As earlier versions wrote them: every array in one piece."""
     monkeypatch.setattr(orbax, "_save_args", lambda path, array: ocp.SaveArgs())
-    checkpoint.convert(make_folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
+    checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
     whole = checkpoint.load(tmp_path / "hf").params
-    assert_same_bits(checkpoint.load(tmp_path / "ours", mesh=sharding.make_mesh(8)).params, whole)
+    assert_same_bits(checkpoint.load(tmp_path / "ours", mesh=parallel.make_mesh(8)).params, whole)
 
 
 def test_what_is_no_slice_of_a_tensor_is_not_read():
@@ -184,20 +185,18 @@ def test_what_is_no_slice_of_a_tensor_is_not_read():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_overflow_in_float16_names_the_tensor(tmp_path, dtype):
-    arrays = make_folders.tensors(CONFIG)
+    arrays = folders.tensors(CONFIG)
     arrays["model.layers.1.mlp.down_proj.weight"][3, 60] = 1e5
-    checkpoint.convert(
-        make_folders.write_folder(tmp_path / "hf", CONFIG, arrays), tmp_path / "ours"
-    )
+    checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG, arrays), tmp_path / "ours")
     for folder, words in (
         ("hf", r"layers\.1\.mlp\.down_proj\.weight"),
         ("ours", r"layers/001: .* mlp\.down_DF"),
     ):
         if dtype == "float16":
             with pytest.raises(SpecJAXError, match=words + " does not fit into float16"):
-                checkpoint.load(tmp_path / folder, dtype=dtype, mesh=sharding.make_mesh(8))
+                checkpoint.load(tmp_path / folder, dtype=dtype, mesh=parallel.make_mesh(8))
         else:
-            checkpoint.load(tmp_path / folder, dtype=dtype, mesh=sharding.make_mesh(8))
+            checkpoint.load(tmp_path / folder, dtype=dtype, mesh=parallel.make_mesh(8))
 
 
 def forbid_reading(monkeypatch):
@@ -209,11 +208,9 @@ def forbid_reading(monkeypatch):
 
 
 def test_models_that_cannot_be_split_are_refused_before_anything_is_read(tmp_path, monkeypatch):
-    checkpoint.convert(
-        make_folders.write_folder(tmp_path / "hf"), tmp_path / "ours"
-    )  # two kv heads
+    checkpoint.convert(folders.write_folder(tmp_path / "hf"), tmp_path / "ours")  # two kv heads
     forbid_reading(monkeypatch)
-    mesh = sharding.make_mesh(8, 4)
+    mesh = parallel.make_mesh(8, 4)
     for folder in ("hf", "ours"):
         for role, words in (
             ("target", "target cannot be split over 8 devices.* 2 kv heads.*: 1, 2"),
@@ -227,7 +224,7 @@ def test_models_that_cannot_be_split_are_refused_before_anything_is_read(tmp_pat
 def test_headers_that_disagree_with_the_configuration_are_refused_before_anything_is_read(
     tmp_path, monkeypatch
 ):
-    checkpoint.convert(make_folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
+    checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
     forbid_reading(monkeypatch)
     for folder, change, words in (
         ("hf", {"intermediate_size": 128}, [r"down_proj.weight", r"\[32, 64\]", r"\[32, 128\]"]),
@@ -245,7 +242,7 @@ def test_headers_that_disagree_with_the_configuration_are_refused_before_anythin
             fields[key] = fields[key] | value if isinstance(value, dict) else value
         path.write_text(json.dumps(fields))
         with pytest.raises(SpecJAXError) as caught:
-            checkpoint.load(tmp_path / folder, mesh=sharding.make_mesh(8))
+            checkpoint.load(tmp_path / folder, mesh=parallel.make_mesh(8))
         for word in words:
             assert caught.match(word)
         path.write_text(text)
@@ -276,7 +273,7 @@ def counted(*args):
     sliced += result.nbytes
     return result
 hf.SafetensorsSource.read = counted
-mesh = sharding.make_mesh(tensor_parallel=4)
+mesh = parallel.make_mesh(tensor_parallel=4)
 small, *folders = folders
 for folder in (small + "/hf", small + "/ours"):  # everything is imported and warm
     whole = checkpoint.load(folder, dtype=dtype).params
@@ -322,11 +319,11 @@ def write_large(path, D, num_layers):
     rng = np.random.default_rng(0)
     arrays = {
         name: rng.integers(0, 2**15, shape, np.uint16).view(table.DTYPES["bfloat16"])
-        for name, shape in make_folders.shapes(config | {"num_hidden_layers": 1}).items()
+        for name, shape in folders.shapes(config | {"num_hidden_layers": 1}).items()
     }
     for name in [name for name in arrays if name.startswith("model.layers.0.")]:
         arrays |= {name.replace(".0.", f".{i}.", 1): arrays[name] for i in range(1, num_layers)}
-    make_folders.write_folder(path / "hf", config, arrays, shards=num_layers, tokenizer=False)
+    folders.write_folder(path / "hf", config, arrays, shards=num_layers, tokenizer=False)
     checkpoint.convert(path / "hf", path / "ours")
     return sum(array.nbytes for array in arrays.values())
 
@@ -334,7 +331,7 @@ def write_large(path, D, num_layers):
 def measure(large, processes, dtype="bfloat16"):
     """What `LOAD` prints in each of some processes with four devices between them."""
     small = pathlib.Path(tempfile.mkdtemp(dir=large[0].parent))
-    checkpoint.convert(make_folders.write_folder(small / "hf", CONFIG), small / "ours")
+    checkpoint.convert(folders.write_folder(small / "hf", CONFIG), small / "ours")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

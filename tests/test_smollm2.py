@@ -13,7 +13,8 @@ import sys
 import pytest
 
 import specjax
-from specjax import checkpoint, heads
+from specjax.engine import eagle_heads as heads
+from specjax.engine import load as checkpoint
 
 PATH = os.environ.get("SPECJAX_TEST_MODEL")
 pytestmark = pytest.mark.skipif(

@@ -3,7 +3,6 @@
 import json
 import random
 
-import make_folders
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
@@ -11,11 +10,12 @@ from tokenizers import decoders, models, normalizers
 from specjax import tokenizer as tokenizer_lib
 from specjax.errors import SpecJAXError
 from specjax.tokenizer import Tokenizer
+from support import folders
 
 
 @pytest.fixture
 def folder(tmp_path):
-    make_folders.write_tokenizer(tmp_path)
+    folders.write_tokenizer(tmp_path)
     return tmp_path
 
 
@@ -81,7 +81,7 @@ def test_without_special_tokens(folder):
 
 
 def test_truncation_and_padding_of_the_file_are_dropped(folder):
-    backend = make_folders.backend()
+    backend = folders.backend()
     backend.enable_truncation(3)
     backend.enable_padding(length=8)
     backend.save(str(folder / "tokenizer.json"))
@@ -133,7 +133,7 @@ def test_templates_are_sandboxed_and_their_errors_named(folder, template):
 
 
 def test_named_templates(tmp_path):
-    make_folders.write_tokenizer(
+    folders.write_tokenizer(
         tmp_path,
         chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
     )
@@ -151,7 +151,7 @@ def test_named_templates(tmp_path):
     ],
 )
 def test_malformed_tokenizer_config(tmp_path, config):
-    make_folders.write_tokenizer(tmp_path, **config)
+    folders.write_tokenizer(tmp_path, **config)
     with pytest.raises(SpecJAXError, match=r"tokenizer_config\.json"):
         tokenizer_lib.from_folder(tmp_path)
 

@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import full_logits, full_taps, similar, tiny
 
-from specjax import generation, llama, sharding
-from specjax.checkpoint import Model
+from specjax import llama, parallel
+from specjax.engine import generate as generation
+from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
-from specjax.train import curves, data, evaluate, init_head, trainer
+from specjax.train import curves, data, evaluate, init_head
+from specjax.train import loop as trainer
 from specjax.train.data import Dataset, Rows
+from specjax.train.loop import TrainConfig
 from specjax.train.objective import Objective, kl, tv, unrolled
 from specjax.train.self_generate import self_generate
-from specjax.train.trainer import TrainConfig
+from support.models import full_aux_hidden, full_logits, similar, tiny
 
 TARGET = tiny(6, num_layers=2)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
@@ -88,19 +90,19 @@ def test_distances_are_those_of_their_definitions():
 
 
 @pytest.mark.parametrize("is_head", [True, False])
-def test_the_loss_compares_the_laws_after_each_token(is_head):
+def test_the_loss_compares_the_distributions_after_each_token(is_head):
     """By hand from logits of whole passes; places that weigh nothing do not count."""
     draft = similar(6, num_layers=2)
     objective = OBJECTIVE if is_head else Objective(TARGET.config, draft.config, num_steps=1)
     params = initial() if is_head else draft.params
-    batch = rows().batch([0, 5], objective.taps, prompt_weight=0.25)
+    batch = rows().batch([0, 5], objective.aux_layers, prompt_weight=0.25)
     total, (distances, accepted) = objective.loss(
         params, TARGET.params, None, batch, objective.num_steps
     )
-    law = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS))
+    distribution = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS))
     if is_head:
-        taps = full_taps(TARGET, batch.tokens_BS, HEAD.taps)
-        hidden = objective.student(params, TARGET.params, None, batch, taps, 2)
+        aux_layers = full_aux_hidden(TARGET, batch.tokens_BS, HEAD.aux_layers)
+        hidden = objective.student(params, TARGET.params, None, batch, aux_layers, 2)
         guesses = [jax.nn.softmax(h_BND @ w_UD.T) for h_BND, w_UD in hidden]
     else:
         guesses = [jax.nn.softmax(full_logits(draft, batch.tokens_BS))[:, :-1]]
@@ -108,7 +110,10 @@ def test_the_loss_compares_the_laws_after_each_token(is_head):
     for i, q in enumerate(guesses):
         first = i + 1 if is_head else 0
         N = q.shape[1]
-        p, weight = law[:, first : first + N], batch.weight_BS[:, first + 1 : first + 1 + N]
+        p, weight = (
+            distribution[:, first : first + N],
+            batch.weight_BS[:, first + 1 : first + 1 + N],
+        )
         assert {0.0, 0.25, 1.0} >= set(np.unique(weight))
         expected.append((np.sum(p * np.log(p / q), axis=-1) * weight).sum() / weight.sum())
         np.testing.assert_allclose(
@@ -120,10 +125,10 @@ def test_the_loss_compares_the_laws_after_each_token(is_head):
 
 def test_with_a_reduced_vocabulary_the_target_is_renormalised_to_it():
     ids_U = jnp.array([1, 4, 7, 30])
-    batch = rows().batch([0], OBJECTIVE.taps, 1.0)
+    batch = rows().batch([0], OBJECTIVE.aux_layers, 1.0)
     _, (distances, _) = OBJECTIVE.loss(initial(), TARGET.params, ids_U, batch, 1)
-    taps = full_taps(TARGET, batch.tokens_BS, HEAD.taps)
-    ((h_BND, w_UD),) = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, taps, 1)
+    aux_layers = full_aux_hidden(TARGET, batch.tokens_BS, HEAD.aux_layers)
+    ((h_BND, w_UD),) = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, aux_layers, 1)
     p = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS)[:, 1:-1][..., ids_U])
     q = jax.nn.softmax(h_BND @ w_UD.T)
     weight = batch.weight_BS[:, 2:]
@@ -229,7 +234,7 @@ def test_gradients_add_up_over_parts_of_a_batch():
     for accumulate in (1, 2, 4):
         cfg = dataclasses.replace(CFG, accumulate=accumulate)
         opt_state = trainer.optimizer(cfg).init(initial())
-        batch = rows().batch([0, 3, 5, 6], OBJECTIVE.taps, 0.4)
+        batch = rows().batch([0, 3, 5, 6], OBJECTIVE.aux_layers, 0.4)
         parts = jax.tree.map(lambda x, n=accumulate: x.reshape(n, -1, *x.shape[1:]), batch)
         _, opt_state, figures = trainer.update(
             OBJECTIVE, cfg, 2, initial(), opt_state, TARGET.params, None, parts
@@ -249,11 +254,11 @@ def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
         jax.tree.map, jnp.copy, initial() if is_head else similar(6, num_layers=2).params
     )
     one = run(tmp_path / "one", cfg, objective, params=start())  # training takes them over
-    mesh = sharding.make_mesh(2, 2, 2)
+    mesh = parallel.make_mesh(2, 2, 2)
     objective = dataclasses.replace(objective, mesh=mesh)
     params, target_params = (
-        sharding.place(start(), mesh, "draft"),
-        sharding.place(TARGET.params, mesh, "target"),
+        parallel.place(start(), mesh, "draft"),
+        parallel.place(TARGET.params, mesh, "target"),
     )
     several = trainer.train(
         objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {}
@@ -267,13 +272,13 @@ def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
 
 
 def test_every_device_of_a_mesh_works_on_its_own_rows_alone():
-    mesh = sharding.make_mesh(2, 2, 2)
+    mesh = parallel.make_mesh(2, 2, 2)
     objective = dataclasses.replace(OBJECTIVE, mesh=mesh)
     params, target_params = (
-        sharding.place(initial(), mesh, "draft"),
-        sharding.place(TARGET.params, mesh, "target"),
+        parallel.place(initial(), mesh, "draft"),
+        parallel.place(TARGET.params, mesh, "target"),
     )
-    batch = jax.tree.map(lambda x: x[None], rows().batch(range(4), objective.taps, 1.0))
+    batch = jax.tree.map(lambda x: x[None], rows().batch(range(4), objective.aux_layers, 1.0))
     text = (
         trainer.update.lower(
             objective,
@@ -283,7 +288,7 @@ def test_every_device_of_a_mesh_works_on_its_own_rows_alone():
             jax.jit(trainer.optimizer(CFG).init)(params),
             target_params,
             None,
-            sharding.put(batch, mesh, trainer.STACKED),
+            parallel.put(batch, mesh, trainer.STACKED),
         )
         .compile()
         .as_text()
@@ -299,7 +304,7 @@ def test_the_target_is_read_and_nothing_else():
     objective = Objective(big.config, config, num_steps=2)
     params = init_head.initial_params(config, big.params, jax.random.key(0))
     opt_state = trainer.optimizer(CFG).init(params)
-    batch = jax.tree.map(lambda x: x[None], rows().batch([0, 1], objective.taps, 1.0))
+    batch = jax.tree.map(lambda x: x[None], rows().batch([0, 1], objective.aux_layers, 1.0))
     compiled = trainer.update.lower(
         objective, CFG, 2, params, opt_state, big.params, jnp.arange(8), batch
     ).compile()
@@ -375,7 +380,7 @@ def test_scores_are_counted_by_hand():
 
 
 def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
-    """Its guesses and laws beside the target's, place by place, over the whole vocabulary though it
+    """Its guesses and distributions beside the target's, place by place, over the whole vocabulary though it
     guesses a part."""
     config = init_head.config(TARGET.config, (0, 1), num_draft_tokens=14)
     params, ids_U = (
@@ -397,7 +402,7 @@ def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
         config,
         TARGET.config,
         TARGET.params,
-        full_taps(TARGET, tokens_RS, (0, 1)),
+        full_aux_hidden(TARGET, tokens_RS, (0, 1)),
         tokens_RS,
         2,
     )
@@ -438,7 +443,12 @@ def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path
     """The text is that of `generate` with the same seed, and what lies on disk is not made again."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
     arguments = dict(
-        num_slots=16, batch_size=3, temperatures=[0.0, 1.0], seed=7, taps=(0, 1), page_size=4
+        max_seq_len=16,
+        batch_size=3,
+        temperatures=[0.0, 1.0],
+        seed=7,
+        aux_layers=(0, 1),
+        page_size=4,
     )
     self_generate(MODEL, prompts, ["a", "b", "a", "b"], tmp_path, **arguments)
     shards = [data.read_shard(path) for path in sorted(tmp_path.glob("*.safetensors"))]
@@ -461,8 +471,10 @@ def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path
             seed=7 + number,
         ).completions
         assert list(text.tokens) == tokens_RS[row, start_R[row] :].tolist()
-        for tap, expected in zip(batch.taps, full_taps(TARGET, tokens_RS, (0, 1)), strict=True):
-            np.testing.assert_allclose(tap[row, :-1], expected[row, :-1], rtol=2e-3, atol=2e-3)
+        for layer, expected in zip(
+            batch.aux_layers, full_aux_hidden(TARGET, tokens_RS, (0, 1)), strict=True
+        ):
+            np.testing.assert_allclose(layer[row, :-1], expected[row, :-1], rtol=2e-3, atol=2e-3)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     self_generate(MODEL, prompts, ["a", "b", "a", "b"], tmp_path, **arguments)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
@@ -470,9 +482,9 @@ def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path
 
 def test_on_a_mesh_the_target_continues_alike(tmp_path):
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3], [9]]  # the second batch is filled up
-    mesh = sharding.make_mesh(2, 2, 2)
+    mesh = parallel.make_mesh(2, 2, 2)
     several = dataclasses.replace(
-        MODEL, params=sharding.place(TARGET.params, mesh, "target"), mesh=mesh
+        MODEL, params=parallel.place(TARGET.params, mesh, "target"), mesh=mesh
     )
     found = []
     for name, model in (("one", MODEL), ("mesh", several)):
@@ -481,11 +493,11 @@ def test_on_a_mesh_the_target_continues_alike(tmp_path):
             prompts,
             [""] * 5,
             tmp_path / name,
-            num_slots=16,
+            max_seq_len=16,
             batch_size=4,
             temperatures=[0.0, 1.0],
             seed=7,
-            taps=(0, 1),
+            aux_layers=(0, 1),
             page_size=4,
         )
         found.append(Dataset(tuple(map(data.read_shard, paths))).batch(range(5), (0, 1), 1.0))
@@ -501,19 +513,19 @@ def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
         [[1, 2, 3], [4, 5]],
         ["", ""],
         tmp_path,
-        num_slots=S,
+        max_seq_len=S,
         batch_size=2,
         temperatures=[1.0],
         seed=0,
-        taps=(0, 1),
+        aux_layers=(0, 1),
         page_size=8,
     )
     (shard,) = (data.read_shard(path) for path in tmp_path.glob("*.safetensors"))
-    kept, asked = Dataset((shard,)), Dataset((dataclasses.replace(shard, taps={}),))
+    kept, asked = Dataset((shard,)), Dataset((dataclasses.replace(shard, aux_layers={}),))
     losses = [
-        OBJECTIVE.loss(initial(), TARGET.params, None, each.batch([0, 1], OBJECTIVE.taps, 1.0), 2)[
-            0
-        ]
+        OBJECTIVE.loss(
+            initial(), TARGET.params, None, each.batch([0, 1], OBJECTIVE.aux_layers, 1.0), 2
+        )[0]
         for each in (kept, asked)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-2)
@@ -540,7 +552,7 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
 def test_in_bfloat16_the_loss_is_about_that_in_float32(is_head):
     objective = OBJECTIVE if is_head else Objective(TARGET.config, TARGET.config, num_steps=1)
     params = initial() if is_head else similar(6, num_layers=2).params
-    batch = rows().batch(range(4), objective.taps, 1.0)
+    batch = rows().batch(range(4), objective.aux_layers, 1.0)
     losses = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         loss = functools.partial(
@@ -579,7 +591,7 @@ def test_texts_become_rows(tmp_path):
         {"messages": [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]},
     ]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    got = data.read_texts([tmp_path / "a.txt", tmp_path / "b.jsonl"], Words(), num_slots=4)
+    got = data.read_texts([tmp_path / "a.txt", tmp_path / "b.jsonl"], Words(), max_seq_len=4)
     assert got.tokens_RS.tolist() == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
@@ -631,7 +643,7 @@ def test_a_checksum_is_of_what_the_rows_say():
         changed = getattr(shard, name).copy()
         changed.flat[5] += 1
         others.append(Dataset((dataclasses.replace(shard, **{name: changed}),)))
-    same = Dataset((dataclasses.replace(shard, taps={0: np.ones((12, S, 2), np.float16)}),))
+    same = Dataset((dataclasses.replace(shard, aux_layers={0: np.ones((12, S, 2), np.float16)}),))
     assert same.checksum == rows().checksum and len({x.checksum for x in (same, *others)}) == 8
 
 

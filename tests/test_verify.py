@@ -1,4 +1,4 @@
-"""The ways of verifying, against plain draws. Their law, and the passes that they make, are tested
+"""The ways of verifying, against plain draws. Their distribution, and the passes that they make, are tested
 in tests/kernels."""
 
 import jax
@@ -8,14 +8,14 @@ import pytest
 
 from specjax import sampling as sampling_lib
 from specjax import verify
-from specjax.sampling import SamplingParams, Stream
+from specjax.sampling import SamplingArrays, Stream
 
 VERIFY = jax.jit(verify.verify, static_argnums=0, static_argnames="num_valid")
 DRAW = jax.jit(sampling_lib.draw, static_argnums=3, static_argnames="num_valid")
 
 
 def sampling_of(seed_B, temperature=1.0):
-    return SamplingParams(np.uint32(seed_B), np.full(len(seed_B), temperature, np.float32))
+    return SamplingArrays(np.uint32(seed_B), np.full(len(seed_B), temperature, np.float32))
 
 
 def random_logits(seed, *shape):
@@ -28,8 +28,8 @@ def random_logits(seed, *shape):
 def test_without_drafts_both_modes_draw_the_targets_own_token(mode):
     logits_BTV = random_logits(1, 64, 1, 5)
     sampling, position_B = sampling_of(range(64)), jnp.arange(64)
-    none_BK, count_B = jnp.zeros((64, 0), jnp.int32), jnp.zeros(64, jnp.int32)
-    verified = VERIFY(mode, logits_BTV, none_BK, count_B, None, sampling, position_B)
+    none_BM, count_B = jnp.zeros((64, 0), jnp.int32), jnp.zeros(64, jnp.int32)
+    verified = VERIFY(mode, logits_BTV, none_BM, count_B, None, sampling, position_B)
     expected_BT, _ = DRAW(logits_BTV, sampling, position_B[:, None], Stream.TARGET)
     np.testing.assert_array_equal(verified.tokens_BT, expected_BT)
     assert len(np.unique(expected_BT)) == 5 and not verified.accepted_B.any()
@@ -39,14 +39,14 @@ def test_coupled_emits_what_plain_sampling_would_draw_and_accepts_what_equals_it
     B, K, V = 256, 3, 4
     rng = np.random.default_rng(2)
     logits_BTV = random_logits(2, B, K + 1, V)
-    draft_BK, count_B = rng.integers(0, V, (B, K), np.int32), rng.integers(0, K + 1, B, np.int32)
+    draft_BM, count_B = rng.integers(0, V, (B, K), np.int32), rng.integers(0, K + 1, B, np.int32)
     sampling, position_B = sampling_of(range(B)), jnp.asarray(rng.integers(1, 50, B))
-    verified = VERIFY("coupled", logits_BTV, draft_BK, count_B, None, sampling, position_B)
+    verified = VERIFY("coupled", logits_BTV, draft_BM, count_B, None, sampling, position_B)
     own_BT = np.asarray(
         DRAW(logits_BTV, sampling, position_B[:, None] + jnp.arange(K + 1), Stream.TARGET)[0]
     )
     for b in range(B):
-        agree = [*(own_BT[b, :K] == draft_BK[b])[: count_B[b]], False].index(False)
+        agree = [*(own_BT[b, :K] == draft_BM[b])[: count_B[b]], False].index(False)
         assert verified.accepted_B[b] == agree
         np.testing.assert_array_equal(verified.tokens_BT[b, : agree + 1], own_BT[b, : agree + 1])
 
@@ -62,11 +62,11 @@ def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_to
     if temperature is None:
         sampling = sampling.replace(temperature_B=None)
     best_BT = logits_BTV.argmax(-1)
-    draft_BK = best_BT[:, :3].astype(np.int32)
+    draft_BM = best_BT[:, :3].astype(np.int32)
     wrong_B = np.arange(32) % 4
     for b in np.flatnonzero(wrong_B < 3):
-        draft_BK[b, wrong_B[b]] = (draft_BK[b, wrong_B[b]] + 1) % 6
-    verified = VERIFY(mode, logits_BTV, draft_BK, jnp.full(32, 3), None, sampling, jnp.arange(32))
+        draft_BM[b, wrong_B[b]] = (draft_BM[b, wrong_B[b]] + 1) % 6
+    verified = VERIFY(mode, logits_BTV, draft_BM, jnp.full(32, 3), None, sampling, jnp.arange(32))
     np.testing.assert_array_equal(verified.accepted_B, wrong_B)
     for b in range(32):
         np.testing.assert_array_equal(
@@ -79,12 +79,12 @@ def test_ids_that_are_not_valid_are_neither_drawn_nor_accepted(mode):
     """The most likely column is one that pads the embedding, and the draft guesses it."""
     logits_BTV = random_logits(4, 128, 3, 6)
     logits_BTV[..., 5] = 9
-    draft_BK = np.full((128, 2), 5, np.int32)
-    for sampling in (sampling_of(range(128)), SamplingParams(jnp.arange(128, dtype=jnp.uint32))):
+    draft_BM = np.full((128, 2), 5, np.int32)
+    for sampling in (sampling_of(range(128)), SamplingArrays(jnp.arange(128, dtype=jnp.uint32))):
         verified = VERIFY(
             mode,
             logits_BTV,
-            draft_BK,
+            draft_BM,
             jnp.full(128, 2),
             None,
             sampling,

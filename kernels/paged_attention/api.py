@@ -26,19 +26,19 @@ def paged_attention(
     """Attention of T new tokens per sequence over its cached keys and values, causal or along the
     branches of a tree.
 
-    Token t of sequence b sits in slot `start_B[b] + t` and attends to slots 0 up to and including
-    its own, whose keys and values are already in the pools. With ancestors it attends to all slots
+    Token t of sequence b sits in position `start_B[b] + t` and attends to positions 0 up to and including
+    its own, whose keys and values are already in the pools. With ancestors it attends to all positions
     before `start_B[b]`, and among the new tokens only to those that its bits name, itself not
-    excepted. Query head n reads kv head `n // (N / NKV)`. Scores are scaled by 1 / sqrt(H) and
-    accumulated in float32. What lies in later slots, or in pages that the sequence does not hold,
-    never reaches the output, NaN included. A token that may attend to nothing (a negative slot)
+    excepted. Query head n reads kv head `n // (N / K)`. Scores are scaled by 1 / sqrt(H) and
+    accumulated in float32. What lies in later positions, or in pages that the sequence does not hold,
+    never reaches the output, NaN included. A token that may attend to nothing (a negative position)
     gives zeros.
 
     Args:
       q_BTNH: queries after rotary embedding, `[B, T, N, H]`.
-      k_pool: keys, `[P, NKV, Z, H]`.
-      v_pool: values, `[P, NKV, Z, H]`.
-      block_table_BX: int32 `[B, X]`, page of slots `[x * Z, (x + 1) * Z)`. The first entry that is
+      k_pool: keys, `[P, K, Z, H]`.
+      v_pool: values, `[P, K, Z, H]`.
+      block_table_BX: int32 `[B, X]`, page of positions `[x * Z, (x + 1) * Z)`. The first entry that is
         no page of the pool, like P or -1, ends the sequence's pages. No page belongs to two
         sequences.
       start_B: int32 `[B]`; -1 makes the first token a placeholder.
@@ -54,12 +54,12 @@ def paged_attention(
         cannot do this call.
     """
     B, T, N, H = q_BTNH.shape
-    NKV = k_pool.shape[1]
+    K = k_pool.shape[1]
     if (
         k_pool.shape != v_pool.shape
         or k_pool.dtype != v_pool.dtype
         or k_pool.shape[3] != H
-        or N % NKV
+        or N % K
     ):
         raise ValueError(
             f"queries {q_BTNH.shape} do not fit pools {k_pool.dtype}{k_pool.shape} and "
@@ -83,7 +83,7 @@ def unsupported(q_BTNH: jax.Array, k_pool: jax.Array) -> str | None:
     """Why the Mosaic GPU kernel cannot do these shapes and dtypes; None where it can. No value is
     read."""
     B, _, N, H = q_BTNH.shape
-    NKV, Z = k_pool.shape[1:3]
+    K, Z = k_pool.shape[1:3]
     if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs keys and values in bfloat16 or float16, and these are {k_pool.dtype}"
     if q_BTNH.dtype != k_pool.dtype:
@@ -91,11 +91,11 @@ def unsupported(q_BTNH: jax.Array, k_pool: jax.Array) -> str | None:
     if H not in HEADS:
         return f"it needs heads of 64 or 128 channels, and these have {H}"
     if Z not in PAGES:
-        return f"it needs pages of 16, 32, 64 or 128 slots, and these have {Z}"
-    if N // NKV > MAX_GROUP:
-        return f"it needs at most {MAX_GROUP} query heads per kv head, and here are {N // NKV}"
-    if B * NKV > MAX_GRID:
-        return f"it needs at most {MAX_GRID} sequences x kv heads, and here are {B * NKV}"
+        return f"it needs pages of 16, 32, 64 or 128 positions, and these have {Z}"
+    if N // K > MAX_GROUP:
+        return f"it needs at most {MAX_GROUP} query heads per kv head, and here are {N // K}"
+    if B * K > MAX_GRID:
+        return f"it needs at most {MAX_GRID} sequences x kv heads, and here are {B * K}"
     return None
 
 

@@ -1,13 +1,13 @@
 """Paged attention for NVIDIA Hopper in Pallas for Mosaic GPU.
 
 One CTA serves 64 or 128 query rows of one kv head of one sequence, over one part ("split") of its
-slots. A producer warpgroup lets the TMA unit bring in keys and values, BLOCK slots at a time, from
+positions. A producer warpgroup lets the TMA unit bring in keys and values, BLOCK positions at a time, from
 wherever their pages are; one or two consumer warpgroups of 64 rows each multiply them by wgmma
 while the next blocks are under way. The T * G rows that share a kv head (T tokens of G query heads)
 lie in one tile, so each key and value is read once for all of them.
 
 The softmax runs online over the blocks (Dao 2023, "FlashAttention-2"), in base 2. Where a batch is
-too small to fill the GPU, several CTAs share the slots of a sequence and their results are combined
+too small to fill the GPU, several CTAs share the positions of a sequence and their results are combined
 (Dao et al. 2023, "Flash-Decoding"). Pages come from Kwon et al. 2023, "PagedAttention".
 """
 
@@ -27,7 +27,7 @@ from specjax.kernels.mosaic_compat import load
 from specjax.kernels.paged_attention import xla
 
 ROWS = 64  # of one wgmma, which takes no fewer
-BLOCK = 64  # slots per step of the online softmax; with 128, registers spill
+BLOCK = 64  # positions per step of the online softmax; with 128, registers spill
 STAGES = 4  # blocks in shared memory. 4 x 32 KiB per SM under way is several times bandwidth x latency / 132
 MIN_BLOCKS = 4  # fewer per split are not worth a second kernel that combines them
 
@@ -36,8 +36,8 @@ LOWEST = -1e20  # where the running maximum starts: below every score, and so fa
 WGMMA, WGMMA_ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
-def num_splits_for(num_ctas: int, max_slots: int, num_sms: int) -> int:
-    """Into how many parts to split the slots of each sequence, given how many CTAs there are
+def num_splits_for(num_ctas: int, max_seq_len: int, num_sms: int) -> int:
+    """Into how many parts to split the positions of each sequence, given how many CTAs there are
     without.
 
     The fewest that keep the SMs nearly as busy as any number would (as in FlashAttention's
@@ -49,7 +49,7 @@ def num_splits_for(num_ctas: int, max_slots: int, num_sms: int) -> int:
         return 1
     busy = {}
     for splits in range(
-        1, max(1, min(max_slots // (BLOCK * MIN_BLOCKS), 2 * num_sms // num_ctas)) + 1
+        1, max(1, min(max_seq_len // (BLOCK * MIN_BLOCKS), 2 * num_sms // num_ctas)) + 1
     ):
         waves = num_ctas * splits / num_sms
         busy[splits] = waves / math.ceil(waves)
@@ -71,7 +71,7 @@ def paged_attention(
 
     T may be any number without ancestors (chunks of prompts). A CTA's work follows what its rows
     may see: neither X nor the other sequences cost anything. Queries are rearranged in jax.numpy to
-    `[B, NKV, T * G, H]`, which costs a pass over them except for T = 1 (XLA fuses it into what
+    `[B, K, T * G, H]`, which costs a pass over them except for T = 1 (XLA fuses it into what
     computed them), and padded to whole tiles: 8 rows, or ROWS where there are more than that.
 
     Args:
@@ -79,17 +79,17 @@ def paged_attention(
       num_splits: see `num_splits_for`, the default.
     """
     B, T, N, H = q_BTNH.shape
-    P, NKV, Z, _ = k_pool.shape
+    P, K, Z, _ = k_pool.shape
     X = block_table_BX.shape[1]
-    G = N // NKV
+    G = N // K
     R = T * G
     consumers = 1 if R <= ROWS else 2
     num_tiles = pl.cdiv(R, consumers * ROWS)
     padded_R = pl.cdiv(R, 8) * 8 if R <= ROWS else num_tiles * consumers * ROWS
-    splits = num_splits or num_splits_for(num_tiles * NKV * B, X * Z, dispatch.num_processors())
+    splits = num_splits or num_splits_for(num_tiles * K * B, X * Z, dispatch.num_processors())
     dtype, out_dtype = q_BTNH.dtype, q_BTNH.dtype if splits == 1 else jnp.float32
 
-    q_BKRH = q_BTNH.reshape(B, T, NKV, G, H).transpose(0, 2, 1, 3, 4).reshape(B, NKV, R, H)
+    q_BKRH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, R, H)
     q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, padded_R - R), (0, 0)))
     end_B = jnp.minimum(start_B + T, Z * xla.pages_held(block_table_BX, P))
     operands = [q_BKRH, k_pool, v_pool, block_table_BX, start_B, end_B]
@@ -123,12 +123,12 @@ def paged_attention(
     o_SBKRH, lse_SBKR = plgpu.kernel(
         functools.partial(_kernel, G=G),
         out_type=(
-            jax.ShapeDtypeStruct((splits, B, NKV, padded_R, H), out_dtype),
-            jax.ShapeDtypeStruct((splits, B, NKV, padded_R), jnp.float32),
+            jax.ShapeDtypeStruct((splits, B, K, padded_R, H), out_dtype),
+            jax.ShapeDtypeStruct((splits, B, K, padded_R), jnp.float32),
         ),
         # The last axis runs fastest: tiles that read the same keys and values do so at about the
         # same time, from L2.
-        grid=(B, NKV, splits, num_tiles),
+        grid=(B, K, splits, num_tiles),
         grid_names=("sequence", "head", "split", "tile"),
         scratch_types=scratch,
         num_threads=consumers + 1,
@@ -139,12 +139,12 @@ def paged_attention(
     )(*operands)
 
     o_BKRH = o_SBKRH[0] if splits == 1 else _combine(o_SBKRH, lse_SBKR)
-    o_BTKGH = o_BKRH[:, :, :R].reshape(B, NKV, T, G, H).transpose(0, 2, 1, 3, 4)
+    o_BTKGH = o_BKRH[:, :, :R].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
     return o_BTKGH.reshape(q_BTNH.shape).astype(dtype)
 
 
 def _combine(o_SBKRH, lse_SBKR):
-    """The attention over all slots from that over each split, and the base-2 logarithms of its sums
+    """The attention over all positions from that over each split, and the base-2 logarithms of its sums
     of weights."""
     weight_SBKR = jnp.where(lse_SBKR > LOWEST, jnp.exp2(lse_SBKR - lse_SBKR.max(0)), 0)[..., None]
     # Where a split had nothing to do, its output was not even written.
@@ -202,7 +202,7 @@ def _kernel(
         lax.axis_index(name) for name in ("sequence", "head", "split", "tile", "warpgroup")
     )
 
-    # The slots that some row of this CTA may see are those before `limit`, and this split has n
+    # The positions that some row of this CTA may see are those before `limit`, and this split has n
     # blocks of them from block `first` on. Those from `end` on hold nothing.
     start, end = start_ref[b], end_ref[b]
     limit = end
@@ -216,7 +216,7 @@ def _kernel(
     @pl.when(wg == consumers)
     def load_blocks():
         plgpu.set_max_registers(40, action="decrease")
-        run = min(Z, BLOCK)  # slots that lie next to each other
+        run = min(Z, BLOCK)  # positions that lie next to each other
 
         def load_block(i, _):
             stage = lax.rem(i, STAGES)
@@ -225,14 +225,16 @@ def _kernel(
             def wait_until_consumed():
                 plgpu.barrier_wait(free.at[stage])
 
-            slots = [(first + i) * BLOCK + j * run for j in range(BLOCK // run)]
+            positions = [(first + i) * BLOCK + j * run for j in range(BLOCK // run)]
             # Beyond the end the last page comes again: something must arrive, and other pages are
             # not this sequence's.
-            pages = [table_ref[b, lax.div(jnp.minimum(slot, end - 1), Z)] for slot in slots]
+            pages = [
+                table_ref[b, lax.div(jnp.minimum(position, end - 1), Z)] for position in positions
+            ]
             for pool_ref, smem, full in ((k_ref, k_smem, k_full), (v_ref, v_smem, v_full)):
-                for j, (slot, page) in enumerate(zip(slots, pages, strict=True)):
+                for j, (position, page) in enumerate(zip(positions, pages, strict=True)):
                     plgpu.copy_gmem_to_smem(
-                        pool_ref.at[page, h, pl.ds(lax.rem(slot, Z), run)],
+                        pool_ref.at[page, h, pl.ds(lax.rem(position, Z), run)],
                         smem.at[stage, pl.ds(j * run, run)],
                         full.at[stage],
                     )
@@ -271,27 +273,29 @@ def _kernel(
             return lax.broadcast_in_dim(x_R, (ROWS, columns), [0])
 
         def mask(scores, block):
-            slot = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=WGMMA) + block * BLOCK
+            position = (
+                plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=WGMMA) + block * BLOCK
+            )
             if not words:
                 return jnp.where(
-                    slot <= across(jnp.minimum(start + token_R, end - 1), BLOCK), scores, MASKED
+                    position <= across(jnp.minimum(start + token_R, end - 1), BLOCK), scores, MASKED
                 )
-            new = slot - start
+            new = position - start
             word = jnp.where(new < 32, across(words[0], BLOCK), across(words[1], BLOCK))
             bit = lax.shift_right_logical(word, new & 31) & 1
-            return jnp.where((slot < end) & ((new < 0) | (bit != 0)), scores, MASKED)
+            return jnp.where((position < end) & ((new < 0) | (bit != 0)), scores, MASKED)
 
         def zero_values_from_end(stage, block):
-            """0 * NaN is NaN: slots that hold nothing must not lend their values even to a weight
+            """0 * NaN is NaN: positions that hold nothing must not lend their values even to a weight
             of 0."""
 
             @pl.when(wg == 0)
             def store():
-                slot = (
+                position = (
                     plgpu.broadcasted_iota(jnp.int32, (BLOCK, H), 0, layout=WGMMA) + block * BLOCK
                 )
                 v = load(v_smem, (stage,), layout=WGMMA)
-                v_smem[stage] = jnp.where(slot < end, v, jnp.zeros_like(v))
+                v_smem[stage] = jnp.where(position < end, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(zeroed)
 

@@ -13,7 +13,7 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
     """See `api.paged_attention`. Cost follows X, the pages that a sequence could have, not those
     that it has."""
     B, T, N, H = q_BTNH.shape
-    P, NKV, Z, _ = k_pool.shape
+    P, K, Z, _ = k_pool.shape
     X = block_table_BX.shape[1]
     held_B = pages_held(block_table_BX, P)
     held_BX = jnp.arange(X) < held_B[:, None]
@@ -24,7 +24,7 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
             # One run of Z x H numbers per (page, kv head), put where the matrix products below want
             # them: no transpose.
             pages_BKX = jnp.clip(block_table_BX, 0, P - 1)[:, None, :]
-            return pool[pages_BKX, jnp.arange(NKV)[None, :, None]].reshape(B, NKV, -1, H)
+            return pool[pages_BKX, jnp.arange(K)[None, :, None]].reshape(B, K, -1, H)
 
         return attention(q_BTNH, gather(k_pool), gather(v_pool), held_BS, start_B, ancestors_BT2)
 
@@ -32,8 +32,8 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
         return _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestors_BT2)
 
     # On a CPU a gathered copy of the keys and values costs more than the products with few queries.
-    # On a GPU what is read in place would be written anew, with its unwritten slots zeroed.
-    if P <= B * X and T * N // NKV <= H // 2:
+    # On a GPU what is read in place would be written anew, with its unwritten positions zeroed.
+    if P <= B * X and T * N // K <= H // 2:
         return jax.lax.platform_dependent(cpu=in_place, default=gathered)
     return gathered()
 
@@ -43,9 +43,9 @@ def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestor
       keys and values to
     the sequences. Right because a page belongs to one sequence."""
     B, T, N, H = q_BTNH.shape
-    P, NKV, Z, _ = k_pool.shape
+    P, K, Z, _ = k_pool.shape
     X = block_table_BX.shape[1]
-    R = N // NKV * T
+    R = N // K * T
     page_BX = jnp.where(held_BX, block_table_BX, P)
     place_P = (
         jnp.zeros(P, jnp.int32)
@@ -56,16 +56,16 @@ def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestor
     page_BX = jnp.minimum(page_BX, P - 1)
 
     visible_BTS, _ = _visible(T, jnp.repeat(held_BX, Z, axis=1), start_B, ancestors_BT2)
-    q_PKRH = _by_kv_head(q_BTNH, NKV)[owner_P]
+    q_PKRH = _by_kv_head(q_BTNH, K)[owner_P]
     scores_PKZR = jnp.einsum("pkrh,pkzh->pkzr", q_PKRH, k_pool, preferred_element_type=jnp.float32)
-    scores_BKRS = scores_PKZR[page_BX].transpose(0, 2, 4, 1, 3).reshape(B, NKV, R, X * Z)
+    scores_BKRS = scores_PKZR[page_BX].transpose(0, 2, 4, 1, 3).reshape(B, K, R, X * Z)
     weights_BKRS = _softmax(scores_BKRS, visible_BTS, H)
     weights_PKRZ = (
-        weights_BKRS.reshape(B, NKV, R, X, Z)
+        weights_BKRS.reshape(B, K, R, X, Z)
         .transpose(0, 3, 1, 2, 4)
-        .reshape(B * X, NKV, R, Z)[place_P]
+        .reshape(B * X, K, R, Z)[place_P]
     )
-    # 0 * NaN is NaN: values of slots that hold nothing must be zeroed themselves, not only their
+    # 0 * NaN is NaN: values of positions that hold nothing must be zeroed themselves, not only their
     # weights.
     written_PZ = jnp.arange(Z) + (x_P * Z)[:, None] < (start_B + T)[owner_P][:, None]
     v_PKZH = jnp.where(written_PZ[:, None, :, None], v_pool, 0)
@@ -81,7 +81,7 @@ def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestor
     out_BKRH = jnp.einsum(
         "bx,bxi->bi", jnp.ones((B, X)), out_BXKRH.reshape(B, X, -1), precision="highest"
     )
-    return _by_token(out_BKRH.reshape(B, NKV, R, H), T).astype(q_BTNH.dtype)
+    return _by_token(out_BKRH.reshape(B, K, R, H), T).astype(q_BTNH.dtype)
 
 
 def pages_held(block_table_BX, P: int):
@@ -93,7 +93,7 @@ def pages_held(block_table_BX, P: int):
 
 
 def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B, ancestors_BT2=None):
-    """Attention over contiguous keys and values `[B, NKV, S, H]`, of which the slots `held_BS`
+    """Attention over contiguous keys and values `[B, K, S, H]`, of which the positions `held_BS`
     exist."""
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     visible_BTS, written_BS = _visible(T, held_BS, start_B, ancestors_BT2)
@@ -111,12 +111,12 @@ def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B, ancestors_BT2=None):
 
 
 def _visible(T: int, held_BS, start_B, ancestors_BT2):
-    """Which slots each new token attends to, `[B, T, S]`, and which have been written, `[B, S]`."""
-    slot_S = jnp.arange(held_BS.shape[1])
-    written_BS = (slot_S < (start_B + T)[:, None]) & held_BS
-    new_B1S = (slot_S - start_B[:, None])[
+    """Which positions each new token attends to, `[B, T, S]`, and which have been written, `[B, S]`."""
+    position_S = jnp.arange(held_BS.shape[1])
+    written_BS = (position_S < (start_B + T)[:, None]) & held_BS
+    new_B1S = (position_S - start_B[:, None])[
         :, None
-    ]  # which new token sits in the slot; negative where an older one does
+    ]  # which new token sits in the position; negative where an older one does
     if ancestors_BT2 is None:
         visible_BTS = new_B1S <= jnp.arange(T)[:, None]
     else:
@@ -125,28 +125,26 @@ def _visible(T: int, held_BS, start_B, ancestors_BT2):
     return visible_BTS & written_BS[:, None], written_BS
 
 
-def _by_kv_head(q_BTNH, NKV: int):
-    """The R = G * T queries of each kv head, `[B, NKV, R, H]`."""
+def _by_kv_head(q_BTNH, K: int):
+    """The R = G * T queries of each kv head, `[B, K, R, H]`."""
     B, T, N, H = q_BTNH.shape
-    return q_BTNH.reshape(B, T, NKV, N // NKV, H).transpose(0, 2, 3, 1, 4).reshape(B, NKV, -1, H)
+    return q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
 
 
 def _by_token(out_BKRH, T: int):
     """The inverse of `_by_kv_head`."""
-    B, NKV, R, H = out_BKRH.shape
+    B, K, R, H = out_BKRH.shape
     return (
-        out_BKRH.reshape(B, NKV, R // T, T, H)
-        .transpose(0, 3, 1, 2, 4)
-        .reshape(B, T, NKV * R // T, H)
+        out_BKRH.reshape(B, K, R // T, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, K * R // T, H)
     )
 
 
 def _softmax(scores_BKRS, visible_BTS, H: int):
-    """Weights of the visible slots; all 0 where there is none."""
-    B, NKV, R, S = scores_BKRS.shape
+    """Weights of the visible positions; all 0 where there is none."""
+    B, K, R, S = scores_BKRS.shape
     T = visible_BTS.shape[1]
     visible = visible_BTS[:, None, None]
-    scores = jnp.where(visible, scores_BKRS.reshape(B, NKV, R // T, T, S) * (H**-0.5), MASKED)
+    scores = jnp.where(visible, scores_BKRS.reshape(B, K, R // T, T, S) * (H**-0.5), MASKED)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * visible
     weights /= jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    return weights.reshape(B, NKV, R, S)
+    return weights.reshape(B, K, R, S)

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, generation, sampling, sharding
+from specjax import decode, parallel, sampling
 from specjax.bench import timing
-from specjax.checkpoint import Model
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
-from specjax.metrics import Acceptance, expected_tokens
+from specjax.engine import generate as generation
+from specjax.engine.load import Model
+from specjax.engine.metrics import Acceptance, expected_tokens
 
 ROUNDS = 8  # in a call
 
@@ -85,22 +86,22 @@ def measure(
       verify, page_size, implementation: see `DecodeConfig`.
       repeats: of which the median counts.
     """
-    slots = generation.bucket(length + ROUNDS * (K + 1))
+    positions = generation.bucket(length + ROUNDS * (K + 1))
     rows = np.full(batch_size, 1)
     tokens_BS = (
         np.random.default_rng(0)
-        .integers(0, target.num_valid_tokens, (batch_size, slots))
+        .integers(0, target.num_valid_tokens, (batch_size, positions))
         .astype(np.int32)
     )
-    noise = sampling.SamplingParams(
+    noise = sampling.SamplingArrays(
         (0 * rows).astype(np.uint32),
         np.full(batch_size, temperature, np.float32) if temperature else None,
     )
-    arrays = sharding.put(
+    arrays = parallel.put(
         (
             tokens_BS,
             (length * rows).astype(np.int32),
-            (slots * rows).astype(np.int32),
+            (positions * rows).astype(np.int32),
             np.full((batch_size, 1), -1, np.int32),
             noise,
         ),
@@ -117,7 +118,7 @@ def measure(
             implementation,
             target.mesh,
         )
-        limit = sharding.put(np.int32(count), target.mesh)
+        limit = parallel.put(np.int32(count), target.mesh)
         start = decode.init_jit(target.params, params, cfg, *arrays, 64)
 
         def prepare():

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from specjax import generation, metrics, sharding
+from specjax import parallel
 from specjax.bench import costs
 from specjax.bench.costs import Costs
-from specjax.checkpoint import Model
 from specjax.drafters import base
+from specjax.engine import generate as generation
+from specjax.engine import metrics
+from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
 
 
@@ -137,7 +139,7 @@ def by_domain(
                 target,
                 k,
                 parts,
-                batch_size=sharding.num_parts(target.mesh),
+                batch_size=parallel.dp_size(target.mesh),
                 length=length,
                 temperature=temperature,
                 repeats=9,

@@ -8,37 +8,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, generation, llama, sharding
+from specjax import decode, llama, parallel
 from specjax.bench import timing
-from specjax.checkpoint import Model
+from specjax.engine import generate as generation
+from specjax.engine.load import Model
 from specjax.kernels.paged_attention import xla
-from specjax.sampling import SamplingParams
+from specjax.sampling import SamplingArrays
 
 
 def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[float, float]:
     """Seconds of a plain decode step at `length` tokens with the paged cache, and with one
-    contiguous run of slots, both through XLA.
+    contiguous run of positions, both through XLA.
 
     Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence,
     read where it lies.
     """
-    slots = generation.bucket(length + 1)
-    rows = sharding.num_parts(target.mesh)
+    positions = generation.bucket(length + 1)
+    rows = parallel.dp_size(target.mesh)
 
     def contiguous(q_BTNH, k_pool, v_pool, block_table_BX, start_B, **_):
-        return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, slots), bool), start_B)
+        return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, positions), bool), start_B)
 
     def prepare(size: int):
         cfg = decode.DecodeConfig(
             target.config, page_size=size, implementation="xla", mesh=target.mesh
         )
-        tokens_BS = np.tile(np.arange(slots, dtype=np.int32) % target.num_valid_tokens, (rows, 1))
+        tokens_BS = np.tile(
+            np.arange(positions, dtype=np.int32) % target.num_valid_tokens, (rows, 1)
+        )
         length_B, end_B, eos_BE = (
             np.full(shape, value, np.int32)
-            for shape, value in ((rows, length), (rows, slots), ((rows, 1), -1))
+            for shape, value in ((rows, length), (rows, positions), ((rows, 1), -1))
         )
-        arrays = sharding.put(
-            (tokens_BS, length_B, end_B, eos_BE, SamplingParams(np.zeros(rows, np.uint32))),
+        arrays = parallel.put(
+            (tokens_BS, length_B, end_B, eos_BE, SamplingArrays(np.zeros(rows, np.uint32))),
             target.mesh,
         )
         # Both are functions of its own, so that nothing compiled for the one cache is taken for the
@@ -59,6 +62,6 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
 
     paged = prepare(page_size)
     with mock.patch.object(llama, "paged_attention", contiguous):
-        dense = prepare(slots)
+        dense = prepare(positions)
     times = np.array([(timing.seconds(paged), timing.seconds(dense)) for _ in range(repeats)])
     return tuple(map(float, np.median(times, axis=0)))

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specjax import generation, plots
-from specjax.checkpoint import Model
+from specjax.engine import generate as generation
+from specjax.engine.load import Model
+from specjax.report import plots
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import generation, llama, metrics
+from specjax import llama
 from specjax.bench import costs, timing
-from specjax.checkpoint import Model
 from specjax.config import LlamaConfig
 from specjax.drafters import base
+from specjax.engine import generate as generation
+from specjax.engine import metrics
+from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
 
 SIZE = 0.5  # of random weights, in terms of one over the root of their inputs' number
-SPREAD = 3.5  # the same of the output matrix, and so of logits: laws are about as far from flat as real ones
+SPREAD = 3.5  # the same of the output matrix, and so of logits: distributions are about as far from flat as real ones
 CLOSE = 0.015  # to the wanted acceptance: near enough
 
 

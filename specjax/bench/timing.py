@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing, medians, and the floor that the machine's memory sets."""
+"""What all benchmarks share: timing, medians, and the roofline that the machine's memory sets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax import sharding
-from specjax.checkpoint import Model
-from specjax.sharding import MESH_AXES
+from specjax import parallel
+from specjax.engine.load import Model
+from specjax.parallel import MESH_AXES
 
 
 def seconds(function: Callable, *arguments) -> float:
@@ -41,7 +41,7 @@ def read_weights(target: Model) -> Callable[[], jax.Array]:
         size // 4 * (target.mesh.size if target.mesh else 1), jnp.float32, device=place
     )
     total = jax.jit(
-        sharding.on_mesh(
+        parallel.on_mesh(
             jnp.sum, target.mesh, PartitionSpec(MESH_AXES), out_specs=lambda total: PartitionSpec()
         )
     )

@@ -11,9 +11,9 @@ from absl import flags
 from rich import progress as progress_lib
 from rich.table import Table
 
-from specjax import generation
 from specjax.bench import domains, paging
 from specjax.cli import common, jsonl
+from specjax.engine import generate as generation
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS

@@ -8,8 +8,7 @@ import time
 
 from absl import flags
 
-from specjax import plan
-from specjax.bench import synthetic
+from specjax.bench import plan, synthetic
 from specjax.checkpoints_convert import table as dtypes
 from specjax.cli import common, jsonl
 from specjax.kernels import dispatch
@@ -49,7 +48,9 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "copy_bytes", 2**30, "Size of the array whose copy shows the bandwidth.", lower_bound=1
     )
-    flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.", lower_bound=1)
+    flags.DEFINE_integer(
+        "page_size", 64, "Positions per page of the key/value caches.", lower_bound=1
+    )
     flags.DEFINE_enum(
         "implementation", None, dispatch.IMPLEMENTATIONS, "Of attention and verification."
     )

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from specjax.cli import common, jsonl
 from specjax.errors import SpecJAXError
-from specjax.kernels import bench, dispatch
+from specjax.kernels import dispatch
+from specjax.kernels.gpu import bench
 from specjax.kernels.paged_attention.api import PAGES
 
 FLAGS = flags.FLAGS
@@ -29,7 +30,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "output", None, "JSON file to write the figures to; it must not exist.", required=True
     )
-    flags.DEFINE_integer("page_size", 64, f"Slots per page: {PAGE_SIZES}.")
+    flags.DEFINE_integer("page_size", 64, f"Positions per page: {PAGE_SIZES}.")
     flags.DEFINE_float(
         "budget_seconds", 200, "What is not measured by then is left out, and the table says so."
     )
@@ -105,7 +106,7 @@ def table(report: bench.Report, device: str, reasons: list[str]) -> Table:
                 f"{rate:.0f}" if rate else "",
                 f"{share:.0%}" if share else "",
                 goal,
-                *(_time(row, name, reasons) for name in ("mosaic_gpu", "xla", bench.PEER)),
+                *(_time(row, name, reasons) for name in ("mosaic_gpu", "xla", bench.BASELINE)),
             )
         )
     cached = any(row.in_l2 for row in report.rows)

@@ -8,9 +8,9 @@ import dataclasses
 from absl import flags
 from rich.table import Table
 
-from specjax import generation
 from specjax.bench import saturation
 from specjax.cli import bench_decode, common, jsonl
+from specjax.engine import generate as generation
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS

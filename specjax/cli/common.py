@@ -15,15 +15,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax import checkpoint, generation, heads, metrics, sharding
-from specjax.checkpoint import Model
+from specjax import parallel
 from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli import jsonl
 from specjax.drafters import base
-from specjax.drafters.eagle import HeadConfig
+from specjax.drafters.eagle import EagleConfig
+from specjax.engine import eagle_heads as heads
+from specjax.engine import generate as generation
+from specjax.engine import load as checkpoint
+from specjax.engine import metrics
+from specjax.engine.eagle_heads import EagleHead
+from specjax.engine.generate import Generation
+from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
-from specjax.generation import Generation
-from specjax.heads import Head
 from specjax.kernels import dispatch
 from specjax.verify import MODES
 
@@ -73,7 +77,7 @@ def define_decoding_flags(default: str | list[str]) -> None:
     flags.DEFINE_enum(
         "verify", "rejection", MODES, "How drafts are accepted; see the README. Both are lossless."
     )
-    flags.DEFINE_integer("page_size", 64, "Slots per page of the key/value caches.")
+    flags.DEFINE_integer("page_size", 64, "Positions per page of the key/value caches.")
     flags.DEFINE_enum(
         "dtype",
         None,
@@ -122,7 +126,7 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 170)
 
 
-def load_models() -> tuple[Model, Model | Head | None]:
+def load_models() -> tuple[Model, Model | EagleHead | None]:
     """The target and, if there is one, the draft model or head that the flags name, on the mesh
     that they ask for."""
     names = drafter_names()
@@ -131,7 +135,7 @@ def load_models() -> tuple[Model, Model | Head | None]:
         raise SpecJAXError(
             f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft"
         )
-    uses_head = HeadConfig in kinds
+    uses_head = EagleConfig in kinds
     if FLAGS.draft_tensor_parallel != 1 and not (FLAGS.draft or uses_head):
         raise SpecJAXError(
             f"--draft_tensor_parallel={FLAGS.draft_tensor_parallel}, but there is no --draft"
@@ -145,7 +149,7 @@ def load_models() -> tuple[Model, Model | Head | None]:
         heads.check(FLAGS.draft or heads.shipped(config), config, mesh)
     elif mesh:
         for role, path in (("target", FLAGS.target), ("draft", FLAGS.draft)):
-            sharding.check(checkpoint.open_source(path).config, sharding.degree(mesh, role), role)
+            parallel.check(checkpoint.open_source(path).config, parallel.degree(mesh, role), role)
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
     if uses_head:
         return target, heads.load(FLAGS.draft, target)
@@ -161,7 +165,7 @@ def make_mesh():
         jax.process_count(),
     ) == (1, 1, 1, 1):
         return None
-    return sharding.make_mesh(
+    return parallel.make_mesh(
         FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel
     )
 
@@ -264,7 +268,7 @@ def begin_benchmark(*outputs: str) -> None:
             jsonl.refuse_existing(getattr(FLAGS, name), name)
 
 
-def drafters(draft: Model | Head | None) -> dict[str, dict]:
+def drafters(draft: Model | EagleHead | None) -> dict[str, dict]:
     """By the names in --drafter, what chooses each of them as keyword arguments of
     `generation.generate`."""
     names = drafter_names()
@@ -327,7 +331,7 @@ class TextStream:
     """Prints completions as they grow, in the order of the prompts: the first unfinished one live,
     the rest after it.
 
-    Accepted drafts have one colour and the target's own tokens another; a first line says which.
+    Accepted drafts have one colour and the target's bonus tokens another; a first line says which.
     """
 
     def __init__(self, console: Console, model: Model, headers: list[str], legend: bool = True):
@@ -369,7 +373,7 @@ class TextStream:
 def legend() -> Text:
     """What the colours of `TextStream` mean."""
     return Text.assemble(
-        ("accepted drafts", DRAFT_STYLE), "  ", ("the target's own tokens", OWN_STYLE)
+        ("accepted drafts", DRAFT_STYLE), "  ", ("the target's bonus tokens", OWN_STYLE)
     )
 
 

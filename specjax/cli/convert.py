@@ -10,8 +10,8 @@ from absl import flags
 from rich import progress as progress_lib
 from rich.console import Console
 
-from specjax import checkpoint
 from specjax.checkpoints_convert import table
+from specjax.engine import load as checkpoint
 
 FLAGS = flags.FLAGS
 

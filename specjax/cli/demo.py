@@ -7,8 +7,10 @@ import importlib.resources
 
 from absl import flags
 
-from specjax import checkpoint, generation, heads
 from specjax.cli import common, jsonl
+from specjax.engine import eagle_heads as heads
+from specjax.engine import generate as generation
+from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS

@@ -16,7 +16,7 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 OPERATIONS = {
     "attention": f"For models in bfloat16 or float16 with heads of {' or '.join(map(str, attention.HEADS))} channels, "
     f"at most {attention.MAX_GROUP} query heads per kv head, and pages of "
-    f"{', '.join(map(str, attention.PAGES))} slots; other models use xla.",
+    f"{', '.join(map(str, attention.PAGES))} positions; other models use xla.",
     "verification": "For every vocabulary.",
 }
 

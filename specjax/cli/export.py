@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from absl import flags
 
-from specjax import checkpoint
 from specjax.checkpoints_convert import table
 from specjax.cli import convert
+from specjax.engine import load as checkpoint
 
 
 def define_flags() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from absl import flags
 from rich.console import Console
 
-from specjax import generation
 from specjax.cli import common, jsonl
+from specjax.engine import generate as generation
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
@@ -124,6 +124,6 @@ def _report_comparison(runs, temperatures) -> int:
     if FLAGS.verify == "coupled" or not any(temperatures):
         return common.report_equality(runs)
     print(
-        "Sampled texts differ with speculation, their law does not. --verify=coupled makes the texts equal, too."
+        "Sampled texts differ with speculation, their distribution does not. --verify=coupled makes the texts equal, too."
     )
     return 0

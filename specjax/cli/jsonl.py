@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specjax import files
+from specjax.engine.generate import Generation, Prompt
 from specjax.errors import SpecJAXError
-from specjax.generation import Generation, Prompt
 
 ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 

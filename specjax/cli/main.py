@@ -22,7 +22,7 @@ COMMANDS = (
     "bench decode",
     "bench saturation",
     "bench gpu",
-    "bench peers",
+    "bench baselines",
     "bench kernels",
     "plan",
     "demo",

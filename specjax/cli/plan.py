@@ -6,9 +6,10 @@ from __future__ import annotations
 from absl import flags
 from rich.console import Console
 
-from specjax import metrics, plan
+from specjax.bench import plan
 from specjax.checkpoints_convert import table
 from specjax.cli import common
+from specjax.engine import metrics
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
@@ -45,7 +46,7 @@ def define_flags() -> None:
         "plain_tokens_per_second",
         None,
         "Measured speed of plain decoding: the time by which it misses "
-        "its floor is added to every pass of the target.",
+        "its roofline is added to every pass of the target.",
         lower_bound=0.001,
     )
 
@@ -93,10 +94,10 @@ def main(argv: list[str]) -> None:
     }
     _print(
         f"a pass, {FLAGS.batch_size} x {FLAGS.context:,} tokens in the cache",
-        ("reading", "computing", "floor"),
-        [(name, *map(_ms, (*step, step.floor))) for name, step in passes.items()],
+        ("reading", "computing", "roofline"),
+        [(name, *map(_ms, (*step, step.roofline))) for name, step in passes.items()],
     )
-    print("The floor is the longer of the two, without launches, all-reduces and sampling.\n")
+    print("The roofline is the longer of the two, without launches, all-reduces and sampling.\n")
     columns = ("tokens/round", "speedup", "tokens/s")
     _print(
         f"predicted, K = {K}; plain: {made.tokens_per_second:.1f} tokens/s",
@@ -112,9 +113,9 @@ def main(argv: list[str]) -> None:
         ],
     )
     print(
-        f"A pass of the target lasts {_ms(made.overhead)} longer than its floor, as measured."
+        f"A pass of the target lasts {_ms(made.overhead)} longer than its roofline, as measured."
         if made.overhead
-        else "Every pass at its floor; --plain_tokens_per_second=MEASURED makes this a prediction for a machine."
+        else "Every pass at its roofline; --plain_tokens_per_second=MEASURED makes this a prediction for a machine."
     )
 
 

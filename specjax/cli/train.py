@@ -15,14 +15,19 @@ from rich import progress as progress_lib
 from rich.console import Console
 from rich.table import Table
 
-from specjax import checkpoint, files, generation, heads, llama, plan, sharding
+from specjax import files, llama, parallel
+from specjax.bench import plan
 from specjax.checkpoints_convert import table
 from specjax.cli import common, jsonl
+from specjax.engine import eagle_heads as heads
+from specjax.engine import generate as generation
+from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
-from specjax.train import curves, data, evaluate, init_head, self_generate, trainer
+from specjax.train import curves, data, evaluate, init_head, self_generate
+from specjax.train import loop as trainer
 from specjax.train.evaluate import Score
+from specjax.train.loop import TrainConfig
 from specjax.train.objective import DISTANCES, Objective
-from specjax.train.trainer import TrainConfig
 
 FLAGS = flags.FLAGS
 LOG_EVERY = 50  # steps, where there is no progress bar
@@ -68,7 +73,7 @@ def define_flags() -> None:
         "JSONL file of prompts, perhaps with a 'domain' each: train on the "
         "target's own continuations, which are kept in OUTPUT/rows.",
     )
-    flags.DEFINE_integer("num_slots", 256, "Tokens of a row: prompt and continuation.")
+    flags.DEFINE_integer("max_seq_len", 256, "Tokens of a row: prompt and continuation.")
     flags.DEFINE_integer("generate_batch_size", 64, "Prompts to continue at a time.", lower_bound=1)
     flags.DEFINE_list(
         "temperatures",
@@ -92,7 +97,7 @@ def define_flags() -> None:
         "draft_config", None, "For a draft model without --draft: a folder with its config.json."
     )
     flags.DEFINE_list(
-        "taps",
+        "aux_layers",
         [],
         "Target layers that a head reads: three for EAGLE-3 (the default), the last for EAGLE-1.",
     )
@@ -146,25 +151,25 @@ def main(argv: list[str]) -> None:
         not pathlib.Path(path).is_dir() for path in [*FLAGS.data, *FLAGS.held_out]
     ):
         raise SpecJAXError(f"{FLAGS.target} has no tokenizer, which texts need")
-    if FLAGS.num_slots > opened.config.max_position_embeddings:
+    if FLAGS.max_seq_len > opened.config.max_position_embeddings:
         raise SpecJAXError(
-            f"--num_slots={FLAGS.num_slots} is beyond the context of the target, "
+            f"--max_seq_len={FLAGS.max_seq_len} is beyond the context of the target, "
             f"{opened.config.max_position_embeddings}"
         )
     mesh = common.make_mesh()
     shape = _shape(opened.config)
     is_head = FLAGS.drafter == "eagle"
-    sharding.check(
+    parallel.check(
         shape.layer if is_head else shape,
-        sharding.degree(mesh, "draft"),
+        parallel.degree(mesh, "draft"),
         "head" if is_head else "draft",
     )
     rows, held_out = (_open(paths, opened) for paths in (FLAGS.data, FLAGS.held_out))
-    if (prompts or FLAGS["num_slots"].present) and any(
-        x.tokens_RS.shape[1] != FLAGS.num_slots for x in rows.shards
+    if (prompts or FLAGS["max_seq_len"].present) and any(
+        x.tokens_RS.shape[1] != FLAGS.max_seq_len for x in rows.shards
     ):
         raise SpecJAXError(
-            f"--num_slots={FLAGS.num_slots}: rows of --data have another number of slots"
+            f"--max_seq_len={FLAGS.max_seq_len}: rows of --data have another number of positions"
         )
     cfg.check(len(rows) + len(prompts), mesh)
     identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
@@ -191,7 +196,7 @@ def main(argv: list[str]) -> None:
         if not FLAGS.only_generate:
             cfg.check(len(rows) + len(prompts), mesh)
         rows = data.Dataset(
-            (*rows.shards, *_continue(target, prompts, output / "rows", objective.taps))
+            (*rows.shards, *_continue(target, prompts, output / "rows", objective.aux_layers))
         )
         if FLAGS.only_generate:
             return
@@ -242,14 +247,14 @@ def _check_flags() -> None:
             f"--patience={FLAGS.patience}: with --eval_every=0 nothing is evaluated before the end"
         )
     common.numbers("temperatures")
-    if (least := data.SKIPPED + 3 + _num_steps()) > FLAGS.num_slots:
+    if (least := data.SKIPPED + 3 + _num_steps()) > FLAGS.max_seq_len:
         raise SpecJAXError(
-            f"--num_slots must be at least {least}, got {FLAGS.num_slots}: nothing would be guessed"
+            f"--max_seq_len must be at least {least}, got {FLAGS.max_seq_len}: nothing would be guessed"
         )
     if FLAGS.drafter == "draft_model":
         given = [
             name
-            for name in ("taps", "num_draft_tokens", "num_steps", "unroll_from")
+            for name in ("aux_layers", "num_draft_tokens", "num_steps", "unroll_from")
             if FLAGS[name].present
         ]
         if given:
@@ -279,19 +284,19 @@ def _shape(target):
     if FLAGS.draft_config:
         raise SpecJAXError("--draft_config is for draft models")
     if FLAGS.draft:
-        if FLAGS.taps or FLAGS.num_draft_tokens is not None:
+        if FLAGS.aux_layers or FLAGS.num_draft_tokens is not None:
             raise SpecJAXError(
-                "--taps and --num_draft_tokens are those of the head that --draft names"
+                "--aux_layers and --num_draft_tokens are those of the head that --draft names"
             )
         heads.check(FLAGS.draft, target)
         return heads.read(FLAGS.draft)[0]
     try:
-        taps = tuple(map(int, FLAGS.taps))
+        aux_layers = tuple(map(int, FLAGS.aux_layers))
     except ValueError:
         raise SpecJAXError(
-            f"--taps must be numbers of layers, got {','.join(FLAGS.taps)}"
+            f"--aux_layers must be numbers of layers, got {','.join(FLAGS.aux_layers)}"
         ) from None
-    return init_head.config(target, taps, FLAGS.num_draft_tokens)
+    return init_head.config(target, aux_layers, FLAGS.num_draft_tokens)
 
 
 def _open(paths: list[str], opened: table.Opened) -> data.Dataset:
@@ -300,7 +305,7 @@ def _open(paths: list[str], opened: table.Opened) -> data.Dataset:
     texts = [path for path in paths if not pathlib.Path(path).is_dir()]
     rows = [shard for folder in folders for shard in data.read_folder(folder, opened.config)]
     return data.Dataset(
-        (*rows, *([data.read_texts(texts, opened.tokenizer, FLAGS.num_slots)] if texts else []))
+        (*rows, *([data.read_texts(texts, opened.tokenizer, FLAGS.max_seq_len)] if texts else []))
     )
 
 
@@ -313,15 +318,15 @@ def _fitting(target: checkpoint.Model, prompts: list[dict]) -> list[tuple[tuple[
         )
         for i, row in enumerate(prompts, 1)
     ]
-    fitting = [prompt for prompt in encoded if len(prompt[0]) <= FLAGS.num_slots // 2]
+    fitting = [prompt for prompt in encoded if len(prompt[0]) <= FLAGS.max_seq_len // 2]
     if len(fitting) < len(prompts):
         print(
             f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than half a row "
-            f"({FLAGS.num_slots // 2} tokens) and are left out"
+            f"({FLAGS.max_seq_len // 2} tokens) and are left out"
         )
     if not fitting:
         raise SpecJAXError(
-            f"{FLAGS.self_generate}: no prompt fits into half of --num_slots={FLAGS.num_slots}"
+            f"{FLAGS.self_generate}: no prompt fits into half of --max_seq_len={FLAGS.max_seq_len}"
         )
     return fitting
 
@@ -330,7 +335,7 @@ def _continue(
     target: checkpoint.Model,
     prompts: list[tuple[tuple[int, ...], str]],
     folder: pathlib.Path,
-    taps: tuple[int, ...],
+    aux_layers: tuple[int, ...],
 ):
     """The target's continuations of prompts."""
     console = Console()
@@ -340,11 +345,11 @@ def _continue(
             target,
             *zip(*prompts, strict=True),
             folder,
-            num_slots=FLAGS.num_slots,
+            max_seq_len=FLAGS.max_seq_len,
             batch_size=FLAGS.generate_batch_size,
             temperatures=common.numbers("temperatures"),
             seed=FLAGS.seed,
-            taps=taps,
+            aux_layers=aux_layers,
             eos_ids=None if FLAGS.stop_at_eos else (),
             on_shard=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -359,16 +364,16 @@ def _initial(objective: Objective, target: checkpoint.Model, rows: data.Dataset)
             return checkpoint.load(
                 FLAGS.draft, dtype="float32", mesh=target.mesh, role="draft"
             ).params, None
-        return sharding.place(llama.init(rng, objective.drafter), target.mesh, "draft"), None
+        return parallel.place(llama.init(rng, objective.drafter), target.mesh, "draft"), None
     if FLAGS.draft:
         _, params, draft_ids_U = heads.read(FLAGS.draft)
-        return sharding.place(
+        return parallel.place(
             jax.tree.map(lambda x: x.astype(jnp.float32), params), target.mesh, "draft"
         ), draft_ids_U
     params = init_head.initial_params(
         objective.drafter, target.params, rng, init_head.residual_size(objective, target, rows)
     )
-    return sharding.place(params, target.mesh, "draft"), init_head.likely_tokens(
+    return parallel.place(params, target.mesh, "draft"), init_head.likely_tokens(
         rows, objective.drafter
     )
 

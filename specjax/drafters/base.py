@@ -6,7 +6,7 @@ A drafter is a NamedTuple of pure functions and an explicit state, like an optax
     make(num_speculative_tokens, target, draft, **options) -> Drafter
 
 and the class `DRAFT` of `draft`: None for a drafter without parameters, `LlamaConfig` for one that
-runs a draft model, `HeadConfig` for a head. `target` is a `LlamaConfig`, and every option is a
+runs a draft model, `EagleConfig` for a head. `target` is a `LlamaConfig`, and every option is a
 keyword with a default that is a number or a text. One that runs a model also has the keyword
 `implementation`, for `llama.forward`. A keyword `skippable` says that it can miss rounds, which it
 has to where it comes after another drafter. The module's name is the drafter's name. Nothing needs
@@ -31,7 +31,7 @@ from flax import struct
 from specjax import drafters
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
-from specjax.kernels.verify import Law
+from specjax.kernels.sampling import Distribution
 
 FORWARDED = (
     "implementation",
@@ -43,22 +43,22 @@ class Draft(NamedTuple):
     """A proposal: a chain of guesses of the tokens that follow the pending one.
 
     Attributes:
-      tokens_BK: int32.
+      tokens_BM: int32.
       count_B: int32, how many of the K guesses are real in each row; None where all always are.
         When no row of the batch has any, the round is a plain one-token step.
-      law: the K laws that the tokens were drawn from, as `draw` returned them; None for
+      distribution: the K distributions that the tokens were drawn from, as `draw` returned them; None for
         deterministic guesses.
     """
 
-    tokens_BK: jax.Array
+    tokens_BM: jax.Array
     count_B: jax.Array | None = None
-    law: tuple[Law, ...] | None = None
+    distribution: tuple[Distribution, ...] | None = None
 
 
-def chain(tokens: list[jax.Array], laws: list[Law]) -> Draft:
+def chain(tokens: list[jax.Array], distributions: list[Distribution]) -> Draft:
     """The proposal of K tokens that were drawn one after the other: what K calls of `draw`
     returned."""
-    return Draft(jnp.stack(tokens, axis=1), law=tuple(laws))
+    return Draft(jnp.stack(tokens, axis=1), distribution=tuple(distributions))
 
 
 class Context(NamedTuple):
@@ -84,9 +84,9 @@ class Prefill:
     """What a drafter's `init` gets to work with.
 
     Attributes:
-      tokens_BS: prompts. S is also the most slots that a row can come to need.
+      tokens_BS: prompts. S is also the most positions that a row can come to need.
       length_B: int32, number of prompt tokens.
-      taps_BSD: for each tap, the target's residual stream at every prompt token but the last.
+      aux_hidden_BSD: for each layer, the target's residual stream at every prompt token but the last.
       target: the target's parameters, on a mesh this device's shards of them.
       page_size: Z of the caches (static).
       chunk_size: tokens of a prompt to read at a time (static).
@@ -94,7 +94,7 @@ class Prefill:
 
     tokens_BS: jax.Array
     length_B: jax.Array
-    taps_BSD: tuple[jax.Array, ...]
+    aux_hidden_BSD: tuple[jax.Array, ...]
     target: Any
     page_size: int = struct.field(pytree_node=False)
     chunk_size: int = struct.field(pytree_node=False)
@@ -105,16 +105,18 @@ class Draw(NamedTuple):
     or shards.
 
     Attributes:
-      sample: `(logits_BV, position_B) -> (token_B, law)`, a draw for an absolute position; so is a
+      sample: `(logits_BV, position_B) -> (token_B, distribution)`, a draw for an absolute position; so is a
         call of this object.
-      certain: `token_B -> law`, the law of a guess that was not drawn, where others of its batch
+      certain: `token_B -> distribution`, the distribution of a guess that was not drawn, where others of its batch
         were.
     """
 
-    sample: Callable[[jax.Array, jax.Array], tuple[jax.Array, Law]]
-    certain: Callable[[jax.Array], Law]
+    sample: Callable[[jax.Array, jax.Array], tuple[jax.Array, Distribution]]
+    certain: Callable[[jax.Array], Distribution]
 
-    def __call__(self, logits_BV: jax.Array, position_B: jax.Array) -> tuple[jax.Array, Law]:
+    def __call__(
+        self, logits_BV: jax.Array, position_B: jax.Array
+    ) -> tuple[jax.Array, Distribution]:
         """See `sample`."""
         return self.sample(logits_BV, position_B)
 
@@ -123,37 +125,37 @@ def _stateless(params, prefill):
     return ()
 
 
-def _unchanged(params, state, context, verified, taps_BTD):
+def _unchanged(params, state, context, verified, aux_hidden_BTD):
     return state
 
 
 class Drafter(NamedTuple):
-    """Pure functions that propose tokens; one that keeps no state and wants no taps is `Drafter(K,
+    """Pure functions that propose tokens; one that keeps no state and wants no aux_layers is `Drafter(K,
     propose)`.
 
     What a drafter proposes may depend on committed tokens and on earlier guesses of the same round,
     never on drafts
     that were rejected: their noise is used again, and the output would no longer follow the
-      target's law.
+      target's distribution.
 
     On a mesh these functions see one device's shards: of the batch, and of parameters and state
-    whose names end with letters of `sharding.RULES` (K is kv heads there, so name no state
+    whose names end with letters of `parallel.RULES` (K is kv heads there, so name no state
     `..._BK`). Logits for `draw` are whole, or the draft model's own shard of the vocabulary, or the
     target's. A scalar of the state must be the same on all devices.
 
     Attributes:
       num_tokens: K, how many tokens it proposes at most (static).
       propose: (params, state, context: Context, draw: Draw) -> (Draft, state).
-      taps: target layers whose residual stream it wants (static).
+      aux_layers: target layers whose residual stream it wants (static).
       init: (params, prefill: Prefill) -> state pytree; by default there is no state.
-      update: (params, state, context: Context, verified: Verified, taps_BTD) -> state, by default
-        the same; the context is the one after the round, and `taps_BTD` are the target's at the
+      update: (params, state, context: Context, verified: Verified, aux_hidden_BTD) -> state, by default
+        the same; the context is the one after the round, and `aux_hidden_BTD` are the target's at the
         pending token and the drafts of that round.
     """
 
     num_tokens: int
     propose: Callable[[Any, Any, Context, Draw], tuple[Draft, Any]]
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     init: Callable[[Any, Prefill], Any] = _stateless
     update: Callable[[Any, Any, Context, Any, tuple[jax.Array, ...]], Any] = _unchanged
 
@@ -163,7 +165,7 @@ def names() -> list[str]:
     return sorted(
         module.name
         for module in pkgutil.iter_modules(drafters.__path__)
-        if module.name not in ("base", "combined")
+        if module.name not in ("base", "first_of")
     )
 
 
@@ -229,7 +231,7 @@ def make(
             f"the drafter {name!r} needs both a draft model and a head, and there is one draft"
         )
     if kinds and not isinstance(draft, tuple(kinds)):
-        kind = {"LlamaConfig": "draft model", "HeadConfig": "head"}
+        kind = {"LlamaConfig": "draft model", "EagleConfig": "head"}
         wanted = kind[next(iter(kinds)).__name__]
         given = (
             "none was given"
@@ -276,7 +278,7 @@ def make(
     return (
         made[0]
         if len(made) == 1
-        else importlib.import_module(f"{drafters.__name__}.combined").make(tuple(made))
+        else importlib.import_module(f"{drafters.__name__}.first_of").make(tuple(made))
     )
 
 

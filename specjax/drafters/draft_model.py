@@ -31,8 +31,8 @@ def make(
     K = num_speculative_tokens
 
     def init(params, prefill):
-        batch_size, max_slots = prefill.tokens_BS.shape
-        cache = llama.init_cache(params, draft, batch_size, max_slots, prefill.page_size)
+        batch_size, max_seq_len = prefill.tokens_BS.shape
+        cache = llama.init_cache(params, draft, batch_size, max_seq_len, prefill.page_size)
         cache, _ = llama.prefill(
             params,
             draft,
@@ -51,7 +51,7 @@ def make(
         last_B2 = length_B[:, None] + jnp.array([-2, -1])
         tokens_BT = jnp.take_along_axis(context.tokens_BS, jnp.maximum(last_B2, 0), axis=1)
         start_B = length_B - 2
-        tokens, laws = [], []
+        tokens, distributions = [], []
         for i in range(K):
             output = llama.forward(
                 params,
@@ -63,14 +63,16 @@ def make(
                 role="draft",
             )
             cache = output.cache
-            token_B, law = draw(llama.logits(params, output.hidden_BTD[:, -1:])[:, 0], length_B + i)
+            token_B, distribution = draw(
+                llama.logits(params, output.hidden_BTD[:, -1:])[:, 0], length_B + i
+            )
             tokens.append(token_B)
-            laws.append(law)
+            distributions.append(distribution)
             tokens_BT, start_B = token_B[:, None], length_B + i
-        return chain(tokens, laws), cache
+        return chain(tokens, distributions), cache
 
-    def update(params, cache, context, verified, taps_BTD):
-        del params, verified, taps_BTD
+    def update(params, cache, context, verified, aux_hidden_BTD):
+        del params, verified, aux_hidden_BTD
         return kv_cache.release(cache, ~context.active_B)
 
     return Drafter(K, propose, (), init, update)

@@ -7,7 +7,7 @@ after three of the target's layers. In both the head is one decoder layer, and w
 stands in for the target's features at the tokens that it has guessed itself. The output matrix is
 the target's own, or some of its rows: tokens without a row are never guessed.
 
-Slot j of the head's cache belongs to the features of token j and the embedding of token j + 1; its
+Position j of the head's cache belongs to the features of token j and the embedding of token j + 1; its
 output guesses token j + 2.
 """
 
@@ -26,23 +26,23 @@ from specjax.config import LlamaConfig
 from specjax.drafters.base import Context, Drafter, chain
 from specjax.errors import SpecJAXError
 from specjax.kv_cache import PagedKVCache
-from specjax.sharding import split_over
+from specjax.parallel import split_over
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadConfig:
+class EagleConfig:
     """Shape and constants of a head.
 
     Attributes:
       layer: its decoder layer, as a Llama of one layer whose width and vocabulary are the target's.
-      taps: layers of the target whose hidden states it gets: the last one alone (EAGLE-1 and 2), or
+      aux_layers: layers of the target whose hidden states it gets: the last one alone (EAGLE-1 and 2), or
         three (EAGLE-3).
       target_layers: how many layers the target has.
       num_draft_tokens: U, how many tokens it can guess; None for the whole vocabulary.
     """
 
     layer: LlamaConfig
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     target_layers: int
     num_draft_tokens: int | None = None
 
@@ -51,11 +51,16 @@ class HeadConfig:
             raise SpecJAXError(
                 f"a head has one decoder layer, and this one {self.layer.num_layers}"
             )
-        in_order = all(a < b for a, b in zip(self.taps, self.taps[1:], strict=False))
-        if not self.taps or not in_order or self.taps[0] < 0 or self.taps[-1] >= self.target_layers:
+        in_order = all(a < b for a, b in zip(self.aux_layers, self.aux_layers[1:], strict=False))
+        if (
+            not self.aux_layers
+            or not in_order
+            or self.aux_layers[0] < 0
+            or self.aux_layers[-1] >= self.target_layers
+        ):
             raise SpecJAXError(
-                f"taps must be rising layers of the target, 0 to {self.target_layers - 1}, got "
-                f"{', '.join(map(str, self.taps)) or 'none'}"
+                f"aux_layers must be rising layers of the target, 0 to {self.target_layers - 1}, got "
+                f"{', '.join(map(str, self.aux_layers)) or 'none'}"
             )
         if (
             self.num_draft_tokens is not None
@@ -78,12 +83,12 @@ class HeadConfig:
                 )
 
 
-def abstract_params(cfg: HeadConfig, dtype=jnp.float32):
+def abstract_params(cfg: EagleConfig, dtype=jnp.float32):
     """The parameters of a head as `jax.ShapeDtypeStruct`s: what is trained, and stored.
 
     One decoder layer as in `llama.abstract_params`; matrices are `[out, in]`, I is what they read.
     """
-    D, n = cfg.layer.hidden_size, len(cfg.taps)
+    D, n = cfg.layer.hidden_size, len(cfg.aux_layers)
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -118,12 +123,12 @@ def for_decoding(params, draft_ids_U: jax.Array | None, target_params):
     }
 
 
-def fuse(params, cfg: HeadConfig, taps_BTD: tuple[jax.Array, ...]) -> jax.Array:
-    """The target's features `[B, T, D]`, of its residual streams after the layers `cfg.taps`."""
+def fuse(params, cfg: EagleConfig, aux_hidden_BTD: tuple[jax.Array, ...]) -> jax.Array:
+    """The target's features `[B, T, D]`, of its residual streams after the layers `cfg.aux_layers`."""
     eps = cfg.layer.rms_norm_eps
     normed = [
-        llama.rms_norm(tap_BTD, norm_D, eps)
-        for tap_BTD, norm_D in zip(taps_BTD, params["tap_norms_ID"], strict=True)
+        llama.rms_norm(hidden_BTD, norm_D, eps)
+        for hidden_BTD, norm_D in zip(aux_hidden_BTD, params["tap_norms_ID"], strict=True)
     ]
     return (
         llama.linear(jnp.concatenate(normed, axis=-1), params["fuse_DI"])
@@ -132,7 +137,7 @@ def fuse(params, cfg: HeadConfig, taps_BTD: tuple[jax.Array, ...]) -> jax.Array:
     )
 
 
-def join(params, cfg: HeadConfig, feature_BTD: jax.Array, embed_BTD: jax.Array) -> jax.Array:
+def join(params, cfg: EagleConfig, feature_BTD: jax.Array, embed_BTD: jax.Array) -> jax.Array:
     """What goes into the decoder layer: features of tokens and the embeddings of the next ones."""
     eps = cfg.layer.rms_norm_eps
     pair = (
@@ -142,7 +147,7 @@ def join(params, cfg: HeadConfig, feature_BTD: jax.Array, embed_BTD: jax.Array) 
     return llama.linear(jnp.concatenate(pair, axis=-1), params["join_DI"])
 
 
-def hidden(params, cfg: HeadConfig, feature_BTD: jax.Array) -> jax.Array:
+def hidden(params, cfg: EagleConfig, feature_BTD: jax.Array) -> jax.Array:
     """What the output matrix reads, of what the decoder layer returned."""
     return llama.rms_norm(feature_BTD, params["final_norm_D"], cfg.layer.rms_norm_eps)
 
@@ -154,7 +159,7 @@ class State:
     Attributes:
       features_BSD: the target's fused features of committed tokens,
       known_B: int32, of how many: all but the pending one.
-      read_B: int32, how many of the first slots of the cache come from the target's features; -1
+      read_B: int32, how many of the first positions of the cache come from the target's features; -1
         before there are any.
       cache: keys and values of the head's layer.
     """
@@ -165,7 +170,7 @@ class State:
     cache: PagedKVCache
 
 
-DRAFT = HeadConfig
+DRAFT = EagleConfig
 CATCH_UP = 32  # tokens of missed rounds that are read at a time
 
 
@@ -173,7 +178,7 @@ CATCH_UP = 32  # tokens of missed rounds that are read at a time
 def make(
     num_speculative_tokens: int,
     target: LlamaConfig,
-    draft: HeadConfig,
+    draft: EagleConfig,
     *,
     implementation: str | None = None,
     skippable: bool = False,
@@ -191,9 +196,9 @@ def make(
     K, cfg = num_speculative_tokens, draft.layer
 
     def pass_(params, target_params, cache, tokens_BT, feature_BTD, start_B):
-        """The head on T slots from `start_B` on."""
-        slots_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
-        page_BT, offset_BT = kv_cache.locate(cache, slots_BT)
+        """The head on T positions from `start_B` on."""
+        positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
+        page_BT, offset_BT = kv_cache.locate(cache, positions_BT)
         x_BTD = join(params, draft, feature_BTD, llama.embed(target_params, target, tokens_BT))
         layer = params["layers"][0]
         axes = split_over(layer["attention"]["qkv_KGHD"].shape[0], cfg.num_kv_heads, "draft")
@@ -205,7 +210,7 @@ def make(
             cache.v_PKZH[0],
             page_BT,
             offset_BT,
-            llama.rotary(cfg, slots_BT),
+            llama.rotary(cfg, positions_BT),
             cache.block_table_BX,
             start_B,
             implementation,
@@ -214,7 +219,7 @@ def make(
         return x_BTD, cache.replace(k_PKZH=[k_pool], v_PKZH=[v_pool])
 
     def read(params, target_params, state: State, tokens_BS, T: int):
-        """The head on the next T slots of each row with the target's features; what is beyond them
+        """The head on the next T positions of each row with the target's features; what is beyond them
         means nothing."""
         index_BT = jnp.maximum(state.read_B, 0)[:, None] + jnp.arange(T)
         take = lambda x, index: jnp.take_along_axis(x, index, axis=1, mode="clip")  # noqa: E731
@@ -228,7 +233,7 @@ def make(
         return x_BTD, state.replace(cache=cache)
 
     def catch_up(params, target_params, state: State, tokens_BS, last_B, missing: int, T: int):
-        """Reads T slots at a time until no row lacks more than `missing` of those before `last_B`."""
+        """Reads T positions at a time until no row lacks more than `missing` of those before `last_B`."""
 
         def read_chunk(state):
             _, state = read(params, target_params, state, tokens_BS, T)
@@ -247,7 +252,7 @@ def make(
         cache = llama.init_cache(params, cfg, B, S, prefill.page_size)
         last_B = prefill.length_B - 2
         cache = kv_cache.reserve(cache, jnp.maximum(last_B, 0))
-        features_BSD = fuse(params, draft, prefill.taps_BSD)
+        features_BSD = fuse(params, draft, prefill.aux_hidden_BSD)
         state = State(features_BSD, prefill.length_B - 1, jnp.minimum(last_B, 0), cache)
         return catch_up(
             params, prefill.target, state, prefill.tokens_BS, last_B, 0, prefill.chunk_size
@@ -255,10 +260,10 @@ def make(
 
     def propose(params, state, context, draw):
         length_B, last_B = context.length_B, context.length_B - 2
-        # What this pass writes for slots that the row has no page for is dropped.
-        slots_B = jnp.where(context.active_B, length_B + K - 2, 0)
+        # What this pass writes for positions that the row has no page for is dropped.
+        positions_B = jnp.where(context.active_B, length_B + K - 2, 0)
         state = state.replace(
-            cache=kv_cache.reserve(state.cache, slots_B),
+            cache=kv_cache.reserve(state.cache, positions_B),
             read_B=jnp.where(last_B < 0, -1, jnp.maximum(state.read_B, 0)),
         )
         if skippable:
@@ -269,16 +274,16 @@ def make(
         x_BTD, state = read(params, context.target, state, context.tokens_BS, K + 1)
         index_B = jnp.clip(last_B - state.read_B, 0, K)
         feature_B1D = jnp.take_along_axis(x_BTD, index_B[:, None, None], axis=1)
-        cache, tokens, laws = state.cache, [], []
+        cache, tokens, distributions = state.cache, [], []
         for i in range(K):
             if i:
                 feature_B1D, cache = pass_(
                     params, context.target, cache, tokens[-1][:, None], feature_B1D, last_B + i
                 )
-            token_B, law = draw(logits(params, context.target, feature_B1D), length_B + i)
+            token_B, distribution = draw(logits(params, context.target, feature_B1D), length_B + i)
             tokens.append(token_B)
-            laws.append(law)
-        return chain(tokens, laws), state.replace(cache=cache, read_B=length_B - 1)
+            distributions.append(distribution)
+        return chain(tokens, distributions), state.replace(cache=cache, read_B=length_B - 1)
 
     def logits(params, target_params, feature_B1D):
         """For the whole vocabulary, `[B, V]`, or this device's part of it."""
@@ -289,8 +294,8 @@ def make(
         none_BV = jnp.full((len(logits_BU), target.vocab_size), -jnp.inf)
         return none_BV.at[:, params["draft_ids_U"]].set(logits_BU)
 
-    def update(params, state, context: Context, verified: Any, taps_BTD):
-        feature_BTD = fuse(params, draft, taps_BTD)
+    def update(params, state, context: Context, verified: Any, aux_hidden_BTD):
+        feature_BTD = fuse(params, draft, aux_hidden_BTD)
         # Those of drafts that were rejected are overwritten in the next round, and nobody looks at
         # them before.
         place_BT = state.known_B[:, None] + jnp.arange(K + 1)
@@ -301,4 +306,4 @@ def make(
             cache=kv_cache.release(state.cache, ~context.active_B),
         )
 
-    return Drafter(K, propose, draft.taps, init, update)
+    return Drafter(K, propose, draft.aux_layers, init, update)

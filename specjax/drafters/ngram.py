@@ -60,8 +60,8 @@ def make(
         best_B = jnp.argmax(match_BS * S + position_S, axis=1)
         found_B = match_BS.max(axis=1) >= min_n
         period_B1 = jnp.maximum(end_B1 - best_B[:, None], 1)
-        source_BK = best_B[:, None] + 1 + jnp.arange(num_speculative_tokens) % period_B1
-        drafts_BK = jnp.take_along_axis(tokens_BS, jnp.minimum(source_BK, S - 1), axis=1)
-        return Draft(drafts_BK, count_B=jnp.where(found_B, num_speculative_tokens, 0)), state
+        source_BM = best_B[:, None] + 1 + jnp.arange(num_speculative_tokens) % period_B1
+        drafts_BM = jnp.take_along_axis(tokens_BS, jnp.minimum(source_BM, S - 1), axis=1)
+        return Draft(drafts_BM, count_B=jnp.where(found_B, num_speculative_tokens, 0)), state
 
     return Drafter(num_speculative_tokens, propose)

@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 
-from specjax import plots
+from specjax.report import plots
 from specjax.train import evaluate
 from specjax.train.evaluate import Score
 

@@ -37,7 +37,7 @@ class Rows:
       start_R: int32, tokens of its prompt: those behind it are what a drafter will have to guess.
       temperature_R: float32, at which the text was drawn from the target; NaN where it was not.
       domains: for each text, what kind it is; "" where nobody said.
-      taps: target layer -> its residual stream at each token but the last, float16 `[R, S, D]`;
+      aux_layers: target layer -> its residual stream at each token but the last, float16 `[R, S, D]`;
         empty where the target has to be asked.
     """
 
@@ -46,7 +46,7 @@ class Rows:
     start_R: np.ndarray
     temperature_R: np.ndarray
     domains: Sequence[str]
-    taps: dict[int, np.ndarray]
+    aux_layers: dict[int, np.ndarray]
 
     def __len__(self) -> int:
         return len(self.length_R)
@@ -63,7 +63,10 @@ def write_shard(path: pathlib.Path, rows: Rows) -> None:
     arrays = {
         name: getattr(rows, name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")
     }
-    arrays |= {f"taps_{layer}_RSD": np.ascontiguousarray(tap) for layer, tap in rows.taps.items()}
+    arrays |= {
+        f"hidden_{layer}_RSD": np.ascontiguousarray(hidden_RSD)
+        for layer, hidden_RSD in rows.aux_layers.items()
+    }
     with files.new_file(path) as partial, files.writing():
         safetensors.numpy.save_file(
             arrays, partial, metadata={"domains": json.dumps(list(rows.domains))}
@@ -71,7 +74,7 @@ def write_shard(path: pathlib.Path, rows: Rows) -> None:
 
 
 def read_shard(path: pathlib.Path) -> Rows:
-    """Reverses `write_shard`; taps stay on disk until rows of them are asked for.
+    """Reverses `write_shard`; aux_layers stay on disk until rows of them are asked for.
 
     Raises:
       SpecJAXError: a file that is something else.
@@ -82,12 +85,12 @@ def read_shard(path: pathlib.Path) -> Rows:
         arrays = [
             file.get_tensor(name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")
         ]
-        taps = {
+        aux_layers = {
             int(name.split("_")[1]): file.get_slice(name)
             for name in sorted(names)
-            if "taps" in name
+            if name.startswith(("hidden_", "taps_"))  # the name before 0.1.0
         }
-        return Rows(*arrays, json.loads(file.metadata()["domains"]), taps)
+        return Rows(*arrays, json.loads(file.metadata()["domains"]), aux_layers)
 
 
 def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
@@ -107,13 +110,13 @@ def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
     return list(map(read_shard, paths))
 
 
-def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slots: int) -> Rows:
+def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     """Rows from text files and JSONL files.
 
-    A text file (.txt) is cut into pieces of `num_slots` tokens. A line of a JSONL file (.jsonl) is
+    A text file (.txt) is cut into pieces of `max_seq_len` tokens. A line of a JSONL file (.jsonl) is
     a text: a string, or an object with "text", with "prompt" and "completion", or with "messages"
     (a chat that the assistant ends); and perhaps a "domain". The completion or the last message is
-    what is to be guessed. What is longer than `num_slots` tokens is cut off.
+    what is to be guessed. What is longer than `max_seq_len` tokens is cut off.
 
     Raises:
       SpecJAXError: a file that cannot be read or is called otherwise, a line (by its number) that
@@ -125,17 +128,17 @@ def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slo
             raise SpecJAXError(f"{path}: texts are in files named .txt or .jsonl")
         if path.suffix != ".jsonl":
             ids = tokenizer.encode(files.read_text(path))
-            rows += [(ids[i : i + num_slots], 1, "") for i in range(0, len(ids), num_slots)]
+            rows += [(ids[i : i + max_seq_len], 1, "") for i in range(0, len(ids), max_seq_len)]
             continue
         rows += [
-            _row(value, where, tokenizer, num_slots) for where, value in files.json_lines(path)
+            _row(value, where, tokenizer, max_seq_len) for where, value in files.json_lines(path)
         ]
     rows = [row for row in rows if len(row[0]) > 2]
     if not rows:
         raise SpecJAXError(
             f"there is no text to train on in {', '.join(map(str, paths)) or 'no files'}"
         )
-    tokens_RS = np.zeros((len(rows), num_slots), np.int32)
+    tokens_RS = np.zeros((len(rows), max_seq_len), np.int32)
     for i, (ids, _, _) in enumerate(rows):
         tokens_RS[i, : len(ids)] = ids
     length_R = np.array([len(ids) for ids, _, _ in rows], np.int32)
@@ -151,7 +154,7 @@ def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, num_slo
 
 
 def _row(
-    value: Any, where: str, tokenizer: Tokenizer, num_slots: int
+    value: Any, where: str, tokenizer: Tokenizer, max_seq_len: int
 ) -> tuple[list[int], int, str]:
     fields = {"text": value} if isinstance(value, str) else value
     kinds = [
@@ -189,7 +192,7 @@ def _row(
             ids = tokenizer.encode(first)
             start = len(ids) if rest else 1
             ids = ids + tokenizer.encode(rest, add_special_tokens=False) if rest else ids
-    return ids[:num_slots], min(start, num_slots), domain
+    return ids[:max_seq_len], min(start, max_seq_len), domain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +209,7 @@ class Dataset:
         widths = {rows.tokens_RS.shape[1] for rows in self.shards}
         if len(widths) > 1:
             widths = ", ".join(map(str, sorted(widths)))
-            raise SpecJAXError(f"rows of different lengths cannot be mixed: {widths} slots")
+            raise SpecJAXError(f"rows of different lengths cannot be mixed: {widths} positions")
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
@@ -230,7 +233,9 @@ class Dataset:
         """One of the arrays of all rows, or the domains."""
         return np.concatenate([np.asarray(getattr(rows, name)) for rows in self.shards])
 
-    def batch(self, indices: Sequence[int], taps: tuple[int, ...], prompt_weight: float) -> Batch:
+    def batch(
+        self, indices: Sequence[int], aux_layers: tuple[int, ...], prompt_weight: float
+    ) -> Batch:
         """Some rows, with the residual streams if they were kept. The first tokens of a row do not
           count: nobody could
         guess them."""
@@ -244,9 +249,12 @@ class Dataset:
             position_S < length_B[:, None]
         )
         weight_BS[:, :SKIPPED] = 0
-        kept = all(set(taps) <= set(self.shards[s].taps) for s, _ in places)
+        kept = all(set(aux_layers) <= set(self.shards[s].aux_layers) for s, _ in places)
         found = (
-            tuple(np.stack([self.shards[s].taps[tap][r] for s, r in places]) for tap in taps)
+            tuple(
+                np.stack([self.shards[s].aux_layers[layer][r] for s, r in places])
+                for layer in aux_layers
+            )
             if kept
             else ()
         )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import llama, sharding
+from specjax import llama, parallel
 from specjax.errors import SpecJAXError
 from specjax.train.data import Dataset
 from specjax.train.objective import Batch, Objective
@@ -71,7 +71,7 @@ class Evaluation:
             objective, num_steps=num_positions if objective.is_head else 1
         )
         self.target_params, self.rows = target_params, rows
-        self.batch_size = batch_size * sharding.num_parts(objective.mesh)
+        self.batch_size = batch_size * parallel.dp_size(objective.mesh)
         self._said_RS = rows.fields("said_RS")
         self._loop_RS = np.stack([_in_loop(row) for row in rows.fields("tokens_RS")])
         self._temperature_R, self._domain_R = rows.fields("temperature_R"), rows.fields("domains")
@@ -91,7 +91,7 @@ class Evaluation:
         # Kept on the host: of many rows this is more than a device has room for beside a large
         # target.
         return [
-            sharding.get(_ask(self.objective, self.target_params, self._batch(i)))
+            parallel.get(_ask(self.objective, self.target_params, self._batch(i)))
             for i in self._starts()
         ]
 
@@ -101,12 +101,12 @@ class Evaluation:
     def _batch(self, start: int) -> Batch:
         # The last batch is filled up with row 0, so that all have one shape.
         indices = [i if i < len(self.rows) else 0 for i in range(start, start + self.batch_size)]
-        return self.rows.batch(indices, self.objective.taps, prompt_weight=1.0)
+        return self.rows.batch(indices, self.objective.aux_layers, prompt_weight=1.0)
 
     def __call__(self, params, draft_ids_U) -> list[Score]:
         """Scores of a drafter with these parameters."""
         parts = []
-        for start, (taps, *others) in zip(self._starts(), self._said, strict=True):
+        for start, (aux_layers, *others) in zip(self._starts(), self._said, strict=True):
             batch = self._batch(start)
             parts.append(
                 _agreement(
@@ -114,7 +114,7 @@ class Evaluation:
                     params,
                     self.target_params,
                     draft_ids_U,
-                    batch._replace(taps=taps or batch.taps),
+                    batch._replace(aux_layers=aux_layers or batch.aux_layers),
                     *others,
                 )
             )
@@ -175,14 +175,14 @@ def _ask(objective: Objective, target_params, batch: Batch):
     """Of the target at every place: its residual streams where they were not kept, the most likely
       token and the
     log-sum-exp of its logits."""
-    taps_BSD = objective.features(target_params, batch)
+    aux_hidden_BSD = objective.features(target_params, batch)
 
     def row(h_SD):
         logits_SV = llama.logits(target_params, h_SD[None])[0]
         return logits_SV.argmax(-1), jax.nn.logsumexp(logits_SV, axis=-1)
 
-    return () if batch.taps else taps_BSD, *jax.lax.map(
-        row, objective.hidden(target_params, taps_BSD)
+    return () if batch.aux_layers else aux_hidden_BSD, *jax.lax.map(
+        row, objective.hidden(target_params, aux_hidden_BSD)
     )
 
 
@@ -193,22 +193,24 @@ def _agreement(
     target_params,
     draft_ids_U,
     batch: Batch,
-    likeliest_BS,
+    argmax_BS,
     logsumexp_BS,
 ):
     """For each draft position whether the most likely tokens agree, and sum(min(p, q)) over the
     whole vocabulary."""
     params = jax.tree.map(lambda x: x.astype(objective.dtype), params)
-    taps = objective.features(target_params, batch)
-    hidden_BSD = objective.hidden(target_params, taps)
+    aux_layers = objective.features(target_params, batch)
+    hidden_BSD = objective.hidden(target_params, aux_layers)
     rows_UD = llama.output_rows(target_params, draft_ids_U)
     results = []
-    steps = objective.student(params, target_params, draft_ids_U, batch, taps, objective.num_steps)
+    steps = objective.student(
+        params, target_params, draft_ids_U, batch, aux_layers, objective.num_steps
+    )
     for i, (h_BND, head_UD) in enumerate(steps):
         first, N = (1 + i if objective.is_head else 0), h_BND.shape[1]
 
         def row(x, head_UD=head_UD):
-            h_ND, teacher_ND, likeliest_N, logsumexp_N = x
+            h_ND, teacher_ND, argmax_N, logsumexp_N = x
             # In float32, as `_ask` and decoding work logits out.
             q_NU, p_NU = (
                 llama.linear(x_ND[None], w_UD, dtype=jnp.float32)[0]
@@ -217,9 +219,9 @@ def _agreement(
             p_NU = jnp.exp(p_NU - logsumexp_N[:, None])
             guess_N = q_NU.argmax(-1)
             guess_N = guess_N if draft_ids_U is None else draft_ids_U[guess_N]
-            return guess_N == likeliest_N, jnp.minimum(p_NU, jax.nn.softmax(q_NU)).sum(-1)
+            return guess_N == argmax_N, jnp.minimum(p_NU, jax.nn.softmax(q_NU)).sum(-1)
 
-        window = [x[:, first : first + N] for x in (hidden_BSD, likeliest_BS, logsumexp_BS)]
+        window = [x[:, first : first + N] for x in (hidden_BSD, argmax_BS, logsumexp_BS)]
         results.append(jax.lax.map(row, (h_BND, *window)))
     return tuple(jnp.stack([result[kind] for result in results]) for kind in range(2))
 

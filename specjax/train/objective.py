@@ -1,8 +1,8 @@
-"""What training minimises: how far a drafter's laws are from the target's, at every place where it
+"""What training minimises: how far a drafter's distributions are from the target's, at every place where it
 will have to guess.
 
-Target and drafter are compared over the tokens that the drafter can guess, with the target's law
-renormalised to them: the law among them that is accepted most often is that one.
+Target and drafter are compared over the tokens that the drafter can guess, with the target's distribution
+renormalised to them: the distribution among them that is accepted most often is that one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import llama, sharding
+from specjax import llama, parallel
 from specjax.config import LlamaConfig
 from specjax.drafters import eagle
-from specjax.drafters.eagle import HeadConfig
+from specjax.drafters.eagle import EagleConfig
 from specjax.errors import SpecJAXError
-from specjax.sharding import DATA
+from specjax.parallel import DATA
 
-CHUNK = 512  # places whose laws are in memory at a time
+CHUNK = 512  # places whose distributions are in memory at a time
 MASKED = -1e30
 
 
@@ -32,13 +32,13 @@ class Batch(NamedTuple):
       tokens_BS: int32.
       weight_BS: float32, how much it matters that this token is guessed well; 0 behind the end, and
         for the first ones.
-      taps: the target's residual streams after the layers that the objective names, `[B, S, D]`; ()
+      aux_layers: the target's residual streams after the layers that the objective names, `[B, S, D]`; ()
         to ask the target.
     """
 
     tokens_BS: jax.Array
     weight_BS: jax.Array
-    taps: tuple[jax.Array, ...]
+    aux_layers: tuple[jax.Array, ...]
 
 
 def kl(p_logits, q_logits):
@@ -71,7 +71,7 @@ class Objective:
     """
 
     target: LlamaConfig
-    drafter: LlamaConfig | HeadConfig
+    drafter: LlamaConfig | EagleConfig
     distance: str = "kl"
     num_steps: int = 3
     decay: float = 0.9
@@ -89,13 +89,13 @@ class Objective:
     @property
     def is_head(self) -> bool:
         """Whether a head is trained; otherwise a draft model."""
-        return isinstance(self.drafter, HeadConfig)
+        return isinstance(self.drafter, EagleConfig)
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target that are needed: those that the head reads, and the last, which the
-        target's law needs."""
-        own = self.drafter.taps if self.is_head else ()
+        target's distribution needs."""
+        own = self.drafter.aux_layers if self.is_head else ()
         return tuple(sorted({*own, self.target.num_layers - 1}))
 
     def weights(self, batch: Batch, num_steps: int) -> jax.Array:
@@ -123,12 +123,12 @@ class Objective:
         if weights_I is None:
             weights_I = self.weights(batch, num_steps)
         params = jax.tree.map(lambda x: x.astype(self.dtype), params)
-        taps = self.features(target_params, batch)
-        hidden_BSD = self.hidden(target_params, taps)
+        aux_layers = self.features(target_params, batch)
+        hidden_BSD = self.hidden(target_params, aux_layers)
         teacher_UD = llama.output_rows(target_params, draft_ids_U)
         distances, accepted = [], []
         for i, (h_BND, head_VD) in enumerate(
-            self.student(params, target_params, draft_ids_U, batch, taps, num_steps)
+            self.student(params, target_params, draft_ids_U, batch, aux_layers, num_steps)
         ):
             first = (
                 1 + i if self.is_head else 0
@@ -147,24 +147,26 @@ class Objective:
         return total, (jnp.stack(distances), jnp.stack(accepted))
 
     def features(self, target_params, batch: Batch) -> tuple[jax.Array, ...]:
-        """The target's residual streams at every token, after `self.taps`."""
-        if batch.taps:
-            return tuple(tap.astype(self.dtype) for tap in batch.taps)
+        """The target's residual streams at every token, after `self.aux_layers`."""
+        if batch.aux_layers:
+            return tuple(layer.astype(self.dtype) for layer in batch.aux_layers)
         return jax.lax.stop_gradient(
-            ask(target_params, self.target, batch.tokens_BS, self.taps, self.mesh)
+            ask(target_params, self.target, batch.tokens_BS, self.aux_layers, self.mesh)
         )
 
-    def hidden(self, target_params, taps: tuple[jax.Array, ...]) -> jax.Array:
+    def hidden(self, target_params, aux_layers: tuple[jax.Array, ...]) -> jax.Array:
         """What the target's output matrix reads, of its `features`."""
-        return llama.rms_norm(taps[-1], target_params["final_norm_D"], self.target.rms_norm_eps)
+        return llama.rms_norm(
+            aux_layers[-1], target_params["final_norm_D"], self.target.rms_norm_eps
+        )
 
-    def student(self, params, target_params, draft_ids_U, batch: Batch, taps, num_steps: int):
+    def student(self, params, target_params, draft_ids_U, batch: Batch, aux_layers, num_steps: int):
         """For each step the drafter's hidden states `[B, N, D]`, and the output matrix that they go
         through."""
         if not self.is_head:
             h_BSD = draft_hidden(params, self.drafter, batch.tokens_BS)
             return [(h_BSD[:, :-1], llama.output_rows(params, draft_ids_U))]
-        own = tuple(taps[self.taps.index(tap)] for tap in self.drafter.taps)
+        own = tuple(aux_layers[self.aux_layers.index(layer)] for layer in self.drafter.aux_layers)
         rows_UD = llama.output_rows(target_params, draft_ids_U)
         hidden = unrolled(
             params, self.drafter, self.target, target_params, own, batch.tokens_BS, num_steps
@@ -174,7 +176,7 @@ class Objective:
     def compare(self, p_BND, p_UD, q_BND, q_UD, weight_BN):
         """Weighted sums over places of the distance and of the probability of acceptance.
 
-        No laws are kept in memory, and none is worked out twice: gradients are taken on the way
+        No distributions are kept in memory, and none is worked out twice: gradients are taken on the way
           forward.
         """
         B, N, D = p_BND.shape
@@ -229,22 +231,24 @@ class Objective:
 
 
 def ask(
-    target_params, cfg: LlamaConfig, tokens_BS, taps: tuple[int, ...], mesh=None
+    target_params, cfg: LlamaConfig, tokens_BS, aux_layers: tuple[int, ...], mesh=None
 ) -> tuple[jax.Array, ...]:
     """The target's residual streams at every token of whole rows, after some layers."""
 
     def run(params, tokens_BS):
         B, S = tokens_BS.shape
         cache = llama.init_cache(params, cfg, B, S, S)
-        return llama.prefill(params, cfg, tokens_BS, jnp.full(B, S), cache, S, taps=taps)[1]
+        return llama.prefill(
+            params, cfg, tokens_BS, jnp.full(B, S), cache, S, aux_layers=aux_layers
+        )[1]
 
     rows = jax.sharding.PartitionSpec(DATA)
-    mapped = sharding.on_mesh(
+    mapped = parallel.on_mesh(
         run,
         mesh,
-        sharding.specs(target_params, "target"),
+        parallel.specs(target_params, "target"),
         rows,
-        out_specs=lambda taps: tuple(rows for _ in taps),
+        out_specs=lambda aux_layers: tuple(rows for _ in aux_layers),
     )
     return mapped(target_params, tokens_BS)
 
@@ -264,19 +268,25 @@ def draft_hidden(params, cfg: LlamaConfig, tokens_BS) -> jax.Array:
 
 
 def unrolled(
-    params, cfg: HeadConfig, target: LlamaConfig, target_params, taps_BSD, tokens_BS, num_steps: int
+    params,
+    cfg: EagleConfig,
+    target: LlamaConfig,
+    target_params,
+    aux_hidden_BSD,
+    tokens_BS,
+    num_steps: int,
 ):
     """A head's hidden states for each of `num_steps` tokens in a row, from every token on.
 
     Chain j begins at the target's features of token j: step i reads the embedding of token j + 1 +
-    i, and is to guess token j + 2 + i. As in decoding it sees the slots up to j with the target's
-    features, and what it made of its own features in the slots j + 1 ... j + i.
+    i, and is to guess token j + 2 + i. As in decoding it sees the positions up to j with the target's
+    features, and what it made of its own features in the positions j + 1 ... j + i.
 
     Returns:
       For each step `[B, N, D]`, N = S - 1 - num_steps chains.
     """
     N = tokens_BS.shape[1] - 1 - num_steps
-    feature_BND = eagle.fuse(params, cfg, tuple(tap[:, :N] for tap in taps_BSD))
+    feature_BND = eagle.fuse(params, cfg, tuple(layer[:, :N] for layer in aux_hidden_BSD))
     seen, outputs = [], []  # keys and values of the steps so far
     for i in range(num_steps):
 
@@ -295,7 +305,7 @@ def unrolled(
 
 
 def _attend(q_BNQH, seen):
-    """Attention of N chains to the first slots of all chains up to their own, and to their own
+    """Attention of N chains to the first positions of all chains up to their own, and to their own
     later ones."""
     (k_BNKH, v_BNKH), *own = seen
     B, N, Q, H = q_BNQH.shape

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, files, sampling, sharding
-from specjax.checkpoint import Model
+from specjax import decode, files, parallel, sampling
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
+from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
 from specjax.train import data
 from specjax.train.data import Rows
@@ -30,34 +30,34 @@ PREFILL_CHUNK = 64
 
 
 @functools.lru_cache
-def recorder(taps: tuple[int, ...]) -> Drafter:
+def recorder(aux_layers: tuple[int, ...]) -> Drafter:
     """A drafter that proposes nothing, and whose state has the target's residual streams after the
-    layers `taps`.
+    layers `aux_layers`.
 
     State: committed tokens int32 `[B]`, and per layer float16 `[B, S, D]`, of all tokens but the
       last.
     """
 
-    def narrow(tap):
-        return jnp.clip(tap, -data.TAP_LIMIT, data.TAP_LIMIT).astype(data.TAP_DTYPE)
+    def narrow(layer):
+        return jnp.clip(layer, -data.TAP_LIMIT, data.TAP_LIMIT).astype(data.TAP_DTYPE)
 
     def init(params, prefill):
-        return jnp.copy(prefill.length_B), tuple(map(narrow, prefill.taps_BSD))
+        return jnp.copy(prefill.length_B), tuple(map(narrow, prefill.aux_hidden_BSD))
 
     def propose(params, state, context, draw):
         none_B = jnp.zeros_like(context.length_B)
         return Draft(none_B[:, None], count_B=none_B), state
 
-    def update(params, state, context, verified, taps_BTD):
-        length_B, taps_BSD = state
+    def update(params, state, context, verified, aux_hidden_BTD):
+        length_B, aux_hidden_BSD = state
         row_B = jnp.arange(len(length_B))
         place_B = jnp.where(context.length_B > length_B, length_B - 1, context.tokens_BS.shape[1])
         return context.length_B, tuple(
             old.at[row_B, place_B].set(narrow(new[:, 0]), mode="drop")
-            for old, new in zip(taps_BSD, taps_BTD, strict=True)
+            for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True)
         )
 
-    return Drafter(1, propose, taps, init, update)
+    return Drafter(1, propose, aux_layers, init, update)
 
 
 def self_generate(
@@ -66,11 +66,11 @@ def self_generate(
     domains: Sequence[str],
     output: pathlib.Path,
     *,
-    num_slots: int,
+    max_seq_len: int,
     batch_size: int,
     temperatures: Sequence[float],
     seed: int,
-    taps: tuple[int, ...],
+    aux_layers: tuple[int, ...],
     eos_ids: Sequence[int] | None = None,
     page_size: int = 64,
     on_shard: Callable[[int, int], None] | None = None,
@@ -80,17 +80,17 @@ def self_generate(
 
     Args:
       target: the model.
-      prompts: token ids; none longer than `num_slots` - 1.
+      prompts: token ids; none longer than `max_seq_len` - 1.
       domains: of each prompt.
       output: folder of the shards.
-      num_slots: S, tokens of a row: prompt and continuation.
+      max_seq_len: S, tokens of a row: prompt and continuation.
       batch_size: rows of a shard, generated together.
       temperatures: of the rows: each comes as often as the others, in an order that the seed
         decides.
       seed: of everything random.
-      taps: layers whose residual streams to keep.
+      aux_layers: layers whose residual streams to keep.
       eos_ids: that end a continuation; by default the model's.
-      page_size: slots per page of the cache.
+      page_size: positions per page of the cache.
       on_shard: called with (shards there are, shards there will be).
 
     Returns:
@@ -100,10 +100,10 @@ def self_generate(
       SpecJAXError: `output` holds rows that were made otherwise, naming what differs; or a batch
         that the parts of the mesh do not divide.
     """
-    if batch_size % sharding.num_parts(target.mesh):
+    if batch_size % parallel.dp_size(target.mesh):
         raise SpecJAXError(
             f"a batch of {batch_size} rows cannot be split over "
-            f"data_parallel={sharding.num_parts(target.mesh)}"
+            f"data_parallel={parallel.dp_size(target.mesh)}"
         )
     eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
     files.claim(
@@ -113,11 +113,11 @@ def self_generate(
             "model": target.path,
             "dtype": str(target.params["embed_VD"].dtype),
             "target": target.config.to_dict(),
-            "num_slots": num_slots,
+            "max_seq_len": max_seq_len,
             "batch_size": batch_size,
             "seed": seed,
             "temperatures": list(temperatures),
-            "taps": list(taps),
+            "aux_layers": list(aux_layers),
             "eos_ids": eos.tolist(),
             "prompts": zlib.crc32(
                 json.dumps(
@@ -138,7 +138,7 @@ def self_generate(
     rng.shuffle(batches)
     cfg = DecodeConfig(
         target.config,
-        recorder(taps),
+        recorder(aux_layers),
         num_valid_tokens=target.num_valid_tokens,
         page_size=page_size,
         mesh=target.mesh,
@@ -149,22 +149,22 @@ def self_generate(
             filled = np.resize(
                 batch, batch_size
             )  # the last batch is filled up, so that one program serves all
-            tokens_BS = np.zeros((batch_size, num_slots), np.int32)
+            tokens_BS = np.zeros((batch_size, max_seq_len), np.int32)
             for row, i in enumerate(filled):
                 tokens_BS[row, : len(prompts[i])] = prompts[i]
             start_B = np.array([len(prompts[i]) for i in filled], np.int32)
-            end_B = np.where(np.arange(batch_size) < len(batch), num_slots, 0).astype(np.int32)
-            noise = sampling.SamplingParams(
+            end_B = np.where(np.arange(batch_size) < len(batch), max_seq_len, 0).astype(np.int32)
+            noise = sampling.SamplingArrays(
                 (seed + filled).astype(np.uint32), temperature_N[filled]
             )
             eos_BE = np.broadcast_to(eos, (batch_size, len(eos)))
-            arrays = sharding.put((tokens_BS, start_B, end_B, eos_BE, noise), target.mesh)
+            arrays = parallel.put((tokens_BS, start_B, end_B, eos_BE, noise), target.mesh)
             state = decode.init_jit(target.params, None, cfg, *arrays, PREFILL_CHUNK)
             state = decode.generate_jit(target.params, None, cfg, state)
-            found = sharding.get((state.tokens_BS, state.length_B, state.drafter))
+            found = parallel.get((state.tokens_BS, state.length_B, state.drafter))
             R = len(batch)
-            tokens_RS, length_R, (_, taps_RSD) = jax.tree.map(lambda x, R=R: x[:R], found)
-            tokens_RS = np.where(np.arange(num_slots) < length_R[:, None], tokens_RS, 0)
+            tokens_RS, length_R, (_, aux_hidden_RSD) = jax.tree.map(lambda x, R=R: x[:R], found)
+            tokens_RS = np.where(np.arange(max_seq_len) < length_R[:, None], tokens_RS, 0)
             data.write_shard(
                 paths[number],
                 Rows(
@@ -173,7 +173,7 @@ def self_generate(
                     start_B[:R],
                     temperature_N[batch],
                     [domains[i] for i in batch],
-                    dict(zip(taps, taps_RSD, strict=True)),
+                    dict(zip(aux_layers, aux_hidden_RSD, strict=True)),
                 ),
             )
         if on_shard:

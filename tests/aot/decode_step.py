@@ -18,8 +18,9 @@ from specjax import decode, llama
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
 from specjax.drafters import base, eagle
-from specjax.kernels import aot, dispatch
-from specjax.sampling import SamplingParams
+from specjax.kernels import dispatch
+from specjax.kernels.gpu import aot
+from specjax.sampling import SamplingArrays
 from specjax.train import init_head
 
 # A Llama-3 8B and a Llama-3 1B that have few layers; all layers are alike. No activation is as
@@ -43,7 +44,7 @@ DRAFT = LlamaConfig(
     head_dim=64,
     tie_word_embeddings=True,
 )
-HEAD = init_head.config(TARGET, taps=(0, 1))
+HEAD = init_head.config(TARGET, aux_layers=(0, 1))
 B, S, K = 4, 16384, 2  # the steps of a draft are alike, and each takes seconds to compile
 
 # name: drafter, way of verifying, whether rows have filters, kernels of ours in a round
@@ -133,7 +134,7 @@ def arguments(name: str):
     params = llama.abstract_params(TARGET, jnp.bfloat16)
     ids = lambda *shape: Shape(shape, jnp.int32)  # noqa: E731
     rows = Shape((B,), jnp.float32)
-    sampling = SamplingParams(
+    sampling = SamplingArrays(
         seed_B=Shape((B,), jnp.uint32),
         temperature_B=rows,
         **(dict(top_k_B=ids(B), top_p_B=rows, min_p_B=rows) if filters else {}),
@@ -153,11 +154,11 @@ def arguments(name: str):
 
 def logits_bytes(name: str) -> int:
     """Of the logits that must be there at once: the target's, two more for filters to search in,
-    and the drafts' where their laws are needed after those."""
+    and the drafts' where their distributions are needed after those."""
     drafter, mode, filters, _ = PROGRAMS[name]
     rows = (K + 1 if drafter else 1) * (3 if filters else 1)
-    laws = K if drafter in ("draft_model", "eagle") and mode == "rejection" else 0
-    return 4 * B * TARGET.vocab_size * (rows + laws)
+    distributions = K if drafter in ("draft_model", "eagle") and mode == "rejection" else 0
+    return 4 * B * TARGET.vocab_size * (rows + distributions)
 
 
 def stack_logits(x_BD, weight_DV):

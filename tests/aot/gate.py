@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import pytest
 
-from specjax.kernels import aot
+from specjax.kernels.gpu import aot
 
 PACKAGES = "SPECJAX_AOT_PACKAGES"
 SECONDS = 900  # together they take 120 on two idle cores
 HERE = pathlib.Path(__file__).parent
 COMMANDS = {
-    "resources": ["-m", "specjax.kernels.resources", "--check"],
+    "resources": ["-m", "specjax.kernels.gpu.resources", "--check"],
     **{name: [str(HERE / f"{name}.py")] for name in ("decode_step", "mesh_step")},
 }  # and the folder to write to
 

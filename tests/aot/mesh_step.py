@@ -23,12 +23,13 @@ from decode_step import compile_
 from jax import ShapeDtypeStruct as Shape
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax import decode, llama, sharding
+from specjax import decode, llama, parallel
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
 from specjax.drafters import base
-from specjax.kernels import aot, dispatch
-from specjax.sampling import SamplingParams
+from specjax.kernels import dispatch
+from specjax.kernels.gpu import aot
+from specjax.sampling import SamplingArrays
 
 DEVICES, B, BYTES = 4, 4, 2  # the models, and with them the pools, are in bfloat16
 # XLA cuts the sum of a product of few rows into parts, where its result alone would not occupy the
@@ -40,7 +41,7 @@ class Setup(NamedTuple):
     """What is compiled.
 
     Attributes:
-      gpu: name of a description in `kernels/gpu_targets`.
+      gpu: name of a description in `kernels/targets`.
       capability: of that GPU.
       implementation: of attention and verification.
       S: most tokens of a row. Attention by `xla` puts all pages of a row side by side; where S is
@@ -109,7 +110,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
     """Compiles the loop and saves it."""
     start = time.monotonic()
     target, draft, K = setup.target, setup.draft, setup.K
-    mesh = sharding.make_mesh(
+    mesh = parallel.make_mesh(
         DEVICES, setup.draft_degree, devices=list(aot.mesh(setup.gpu, DEVICES).devices.flat)
     )
     with dispatch.compiling_for(setup.capability):
@@ -119,7 +120,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
             llama.abstract_params(model, jnp.bfloat16) for model in (target, draft)
         )
         ids = lambda *shape: Shape(shape, jnp.int32)  # noqa: E731
-        sampling = SamplingParams(
+        sampling = SamplingArrays(
             seed_B=Shape((B,), jnp.uint32), temperature_B=Shape((B,), jnp.float32)
         )
         state = jax.eval_shape(
@@ -154,7 +155,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
 
 def shard(x: Shape) -> tuple[int, ...]:
     """The shape of what a device has of an array."""
-    return x.sharding.shard_shape(x.shape)
+    return x.parallel.shard_shape(x.shape)
 
 
 def compile_wrong(folder: pathlib.Path) -> None:
@@ -268,7 +269,7 @@ def exchanges(program: Program) -> list[str]:
     )
     if large != expected:
         wrong.append(f"large arrays are exchanged {dict(large)} times, not {dict(expected)}")
-    # For each draft its token, and where the vocabulary is split its law; of the target the laws,
+    # For each draft its token, and where the vocabulary is split its distribution; of the target the distributions,
     # the probabilities of the drafts, and those of the drafter; the race for the last token.
     if not 0 < small <= setup.K * (2 if setup.draft_degree > 1 else 1) + 1 + 1 + setup.K + 1:
         wrong.append(f"{small} small arrays are exchanged: {program.exchanged()}")

@@ -3,7 +3,7 @@
 import gate
 import pytest
 
-from specjax.kernels import aot, resources
+from specjax.kernels.gpu import aot, resources
 
 REPORT = """
 ptxas info    : Compiling entry function 'paged_attention_mosaic_gpu_kernel' for 'sm_90a'

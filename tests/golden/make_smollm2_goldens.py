@@ -19,8 +19,6 @@ rounding it takes to get another text. The weights are our export of our convers
 first checks them against transformers' own reading.
 """
 
-
-
 import functools
 import json
 import pathlib
@@ -34,7 +32,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specjax import checkpoint
+from specjax.engine import load as checkpoint
 
 HERE = pathlib.Path(__file__).parent
 SPECIAL = [

@@ -27,18 +27,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_paged_attention as attention_tests
-import test_verify_kernels as verify_tests
-from conftest import compilations, full_logits
+import test_sampling_kernels as verify_tests
 
-from specjax import generation, llama, sampling
-from specjax.checkpoint import Model
+from specjax import llama, sampling
 from specjax.config import LlamaConfig
-from specjax.kernels import bench, dispatch, verify
+from specjax.engine import generate as generation
+from specjax.engine.load import Model
+from specjax.kernels import dispatch
+from specjax.kernels import sampling as verify
+from specjax.kernels.gpu import bench
 from specjax.kernels.paged_attention import mosaic_gpu as attention_kernel
-from specjax.kernels.verify import mosaic_gpu as verify_kernel
-from specjax.kernels.verify.noise import exponential
-from specjax.kernels.verify.partial import join_races
-from specjax.sampling import SamplingParams, Stream
+from specjax.kernels.sampling import mosaic_gpu as verify_kernel
+from specjax.kernels.sampling.noise import exponential
+from specjax.kernels.sampling.partial import join_residuals
+from specjax.sampling import SamplingArrays, Stream
+from support.loop import compilations
+from support.models import full_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +55,7 @@ PASSES = SimpleNamespace(
         functools.partial(verify.reject, implementation=IMPLEMENTATION), static_argnames="num_valid"
     ),
     residual=jax.jit(
-        lambda *args, num_valid: join_races(verify_kernel.residual(*args, num_valid)),
+        lambda *args, num_valid: join_residuals(verify_kernel.residual(*args, num_valid)),
         static_argnames="num_valid",
     ),
 )
@@ -79,7 +83,7 @@ class TestAttention:
     @pytest.mark.parametrize("splits", [1, 2, 3, 7])
     def test_splits(self, splits):
         case = attention_tests.Case(
-            [-1, 3, 150, 390], 6, G=4, NKV=2, H=128, Z=64, X=7, dtype="bfloat16"
+            [-1, 3, 150, 390], 6, G=4, K=2, H=128, Z=64, X=7, dtype="bfloat16"
         )
         out_BTNH = jax.jit(functools.partial(attention_kernel.paged_attention, num_splits=splits))(
             *case.arguments()[0]
@@ -89,7 +93,7 @@ class TestAttention:
     def test_it_gives_the_same_every_time(self):
         """A race would hardly."""
         case = attention_tests.Case(
-            [100, 2000, 777, -1], 6, G=4, NKV=8, H=128, Z=64, X=32, dtype="bfloat16"
+            [100, 2000, 777, -1], 6, G=4, K=8, H=128, Z=64, X=32, dtype="bfloat16"
         )
         arrays, _ = case.arguments()
         first = np.asarray(
@@ -118,8 +122,8 @@ class TestVerification:
         ).check_rejection()
 
     @pytest.mark.parametrize("kind", ["random", "both have zeros", "guess, p has zeros"])
-    def test_the_emitted_law_is_the_targets(self, kind):
-        verify_tests.check_emitted_law(PASSES, 3, 2, kind, seeds=[0], counts=[2])
+    def test_the_emitted_distribution_is_the_targets(self, kind):
+        verify_tests.check_emitted_distribution(PASSES, 3, 2, kind, seeds=[0], counts=[2])
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
@@ -130,7 +134,7 @@ def test_checks_of_the_benchmark(page_size):
 
 @functools.cache
 def model(dtype, seed: int = 0, noise: float = 0.0) -> Model:
-    """A random Llama that the kernels can run, with wide weights, so that its laws are far from
+    """A random Llama that the kernels can run, with wide weights, so that its distributions are far from
     flat."""
     config = LlamaConfig(
         vocab_size=1000,
@@ -211,7 +215,7 @@ class Judge:
         logits_V = np.asarray(self.logits_BSV[b, position - 1], np.float64)
         if temperature == 0:
             return logits_V
-        params = SamplingParams(jnp.uint32([seed]))
+        params = SamplingArrays(jnp.uint32([seed]))
         key_2 = sampling.keys(params, jnp.int32([[position]]), Stream.TARGET)[0, 0]
         noise_V = exponential(*key_2, jnp.arange(len(logits_V), dtype=jnp.int32))
         return logits_V - temperature * np.log(np.asarray(noise_V, np.float64))

@@ -44,13 +44,13 @@ class Case:
     """Queries, and the keys and values of ragged sequences, both dense and in pages that are
     scattered over a pool.
 
-    Slots that nothing was written to, and pages that no sequence holds, are NaN.
+    Positions that nothing was written to, and pages that no sequence holds, are NaN.
     """
 
     starts: list[int]
     T: int
     G: int = 2
-    NKV: int = 2
+    K: int = 2
     H: int = 8
     Z: int = 4
     X: int = 6
@@ -68,18 +68,18 @@ class Case:
         def normal(*shape):  # as the dtype has it: the reference sees the very same numbers
             return np.asarray(jnp.asarray(rng.standard_normal(shape), self.dtype), np.float64)
 
-        self.q_BTNH = 2 * normal(B, self.T, self.G * self.NKV, self.H)
-        self.k_BSKH, self.v_BSKH = normal(2, B, self.X * self.Z, self.NKV, self.H)
-        self.k_pool, self.v_pool = np.full((2, P, self.NKV, self.Z, self.H), np.nan)
+        self.q_BTNH = 2 * normal(B, self.T, self.G * self.K, self.H)
+        self.k_BSKH, self.v_BSKH = normal(2, B, self.X * self.Z, self.K, self.H)
+        self.k_pool, self.v_pool = np.full((2, P, self.K, self.Z, self.H), np.nan)
         self.block_table_BX = np.full((B, self.X), P, np.int32)
         pages = iter(rng.permutation(P))
         for b, start in enumerate(self.starts):
-            for slot in range(start + self.T):
-                x, z = divmod(slot, self.Z)
+            for position in range(start + self.T):
+                x, z = divmod(position, self.Z)
                 if z == 0:
                     self.block_table_BX[b, x] = next(pages)
-                self.k_pool[self.block_table_BX[b, x], :, z] = self.k_BSKH[b, slot]
-                self.v_pool[self.block_table_BX[b, x], :, z] = self.v_BSKH[b, slot]
+                self.k_pool[self.block_table_BX[b, x], :, z] = self.k_BSKH[b, position]
+                self.v_pool[self.block_table_BX[b, x], :, z] = self.v_BSKH[b, position]
         self.seen_BTJ = np.broadcast_to(np.tri(self.T, dtype=bool), (B, self.T, self.T))
         if self.tree:
             self.seen_BTJ = np.tril(rng.random((B, self.T, self.T)) < 0.3) | np.eye(
@@ -112,7 +112,7 @@ class Case:
         for b, t, n in np.ndindex(self.q_BTNH.shape[:3]):
             before = max(self.start_B[b], 0)
             new_J = [self.start_B[b] + j for j in range(self.T) if self.seen_BTJ[b, t, j]]
-            seen = [*range(before), *(slot for slot in new_J if slot >= 0)]
+            seen = [*range(before), *(position for position in new_J if position >= 0)]
             if seen:
                 scores_S = (
                     self.k_BSKH[b, seen, n // self.G] @ self.q_BTNH[b, t, n] / np.sqrt(self.H)
@@ -142,21 +142,21 @@ class Case:
         )
 
 
-# What the kernel for GPUs can do; few and rich, for its interpreter is slow. A block is 64 slots, a
+# What the kernel for GPUs can do; few and rich, for its interpreter is slow. A block is 64 positions, a
 # tile 64 rows.
 CASES = {
     "ragged": Case([-1, 13, 63, 64], 2, G=1, H=64, Z=16, X=5, dtype="bfloat16"),
     "tree, splits without work": Case(
-        [3, 150], 5, G=9, NKV=1, H=64, Z=32, tree=True, dtype="bfloat16", splits=3
+        [3, 150], 5, G=9, K=1, H=64, Z=32, tree=True, dtype="bfloat16", splits=3
     ),
-    "tree of 64": Case([10, 97], 64, NKV=1, H=128, Z=64, X=3, tree=True, dtype="bfloat16"),
+    "tree of 64": Case([10, 97], 64, K=1, H=128, Z=64, X=3, tree=True, dtype="bfloat16"),
     "tree, tiles that are not full": Case(
-        [-1, 40], 9, G=16, NKV=1, H=64, Z=32, tree=True, dtype="bfloat16"
+        [-1, 40], 9, G=16, K=1, H=64, Z=32, tree=True, dtype="bfloat16"
     ),
-    "chunk": Case([0, 70], 128, G=3, NKV=1, H=64, Z=128, X=2, dtype="bfloat16"),
-    "float16": Case([130, 5, -1], 3, G=8, NKV=1, H=128, Z=16, X=9, dtype="float16", splits=2),
-    "more blocks than stages": Case([390], 1, G=4, NKV=1, H=64, Z=64, X=7, dtype="bfloat16"),
-    "groups of 7": Case([16], 1, G=7, NKV=1, H=64, Z=16, dtype="bfloat16"),
+    "chunk": Case([0, 70], 128, G=3, K=1, H=64, Z=128, X=2, dtype="bfloat16"),
+    "float16": Case([130, 5, -1], 3, G=8, K=1, H=128, Z=16, X=9, dtype="float16", splits=2),
+    "more blocks than stages": Case([390], 1, G=4, K=1, H=64, Z=64, X=7, dtype="bfloat16"),
+    "groups of 7": Case([16], 1, G=7, K=1, H=64, Z=16, dtype="bfloat16"),
 }
 
 
@@ -179,7 +179,7 @@ class TestEveryImplementation:
         CASES[name].check(implementation)
 
     def test_a_sequence_without_pages_gives_zeros_and_disturbs_nobody(self, implementation):
-        case = Case([6, 9, 3], 2, G=6, NKV=1, H=64, Z=16, X=1, dtype="bfloat16")
+        case = Case([6, 9, 3], 2, G=6, K=1, H=64, Z=16, X=1, dtype="bfloat16")
         case.block_table_BX[1] = -1  # would read the last page where nobody looks out
         case.k_pool[-1], case.v_pool[-1] = 1, 1
         out_BTNH = case.run(implementation)
@@ -187,7 +187,7 @@ class TestEveryImplementation:
         assert not case.wrong(out_BTNH)[[0, 2]].any()
 
     def test_large_scores_do_not_overflow(self, implementation):
-        case = Case([30], 2, G=5, NKV=1, H=64, Z=16, dtype="bfloat16")
+        case = Case([30], 2, G=5, K=1, H=64, Z=16, dtype="bfloat16")
         case.q_BTNH *= 2.0**13
         case.check(implementation)
 
@@ -198,7 +198,7 @@ def test_zeros_and_shifted_outputs_are_found_wrong(name):
     case = CASES[name]
     expected_BTNH, size_BTNH = case.expected
     assert case.wrong(np.zeros_like(expected_BTNH)).any(-1)[size_BTNH.any(-1)].all()
-    # Heads that see one and the same slot give the same: its value.
+    # Heads that see one and the same position give the same: its value.
     several_BTN = ~np.isclose(size_BTNH, abs(expected_BTNH)).all(-1)
     assert several_BTN.any()
     for axis in range(4):
@@ -210,7 +210,7 @@ def test_zeros_and_shifted_outputs_are_found_wrong(name):
 # blocks.
 WAITS = ["consumed", "queries", "keys", "values", "keys, masked", "values, masked", "zeroed"]
 CONTROL = Case(
-    [198], 5, G=16, NKV=1, H=64, Z=64, dtype="bfloat16"
+    [198], 5, G=16, K=1, H=64, Z=64, dtype="bfloat16"
 )  # four blocks, two consumers, an end inside a block
 
 
@@ -274,11 +274,11 @@ class TestXLA:
     def test_page_sizes(self, Z, X):
         Case([0, 1, 7, 14], 4, Z=Z, X=X).check("xla")
 
-    @pytest.mark.parametrize("NKV", [1, 3])
-    def test_numbers_of_kv_heads(self, NKV):
-        Case([5, 0, 12], 2, NKV=NKV, G=3).check("xla")
+    @pytest.mark.parametrize("K", [1, 3])
+    def test_numbers_of_kv_heads(self, K):
+        Case([5, 0, 12], 2, K=K, G=3).check("xla")
 
-    def test_the_table_may_be_full_to_the_last_slot(self):
+    def test_the_table_may_be_full_to_the_last_position(self):
         Case([24 - 5, 24 - 5], 5, spare_pages=0).check("xla")
 
     def test_a_tree_of_33_needs_its_second_word(self):
@@ -340,8 +340,8 @@ def trace(implementation, **options):
 UNSUPPORTED = [
     (dict(dtype="float32"), "keys and values in bfloat16 or float16, and these are float32"),
     (dict(H=96), "heads of 64 or 128 channels, and these have 96"),
-    (dict(Z=8), "pages of 16, 32, 64 or 128 slots, and these have 8"),
-    (dict(G=17, NKV=1), "at most 16 query heads per kv head, and here are 17"),
+    (dict(Z=8), "pages of 16, 32, 64 or 128 positions, and these have 8"),
+    (dict(G=17, K=1), "at most 16 query heads per kv head, and here are 17"),
 ]
 
 
@@ -367,7 +367,7 @@ def test_queries_of_another_dtype_are_left_to_xla():
 
 
 @pytest.mark.parametrize(
-    ("num_ctas", "max_slots", "splits"),
+    ("num_ctas", "max_seq_len", "splits"),
     [
         (512, 32768, 1),  # a batch of 64 with 8 kv heads fills the GPU by itself
         (8, 512, 2),  # a short context is left in few pieces
@@ -377,5 +377,5 @@ def test_queries_of_another_dtype_are_left_to_xla():
         (70, 8192, 3),  # but 210 take two turns of a third
     ],
 )
-def test_splits_fill_the_gpu(num_ctas, max_slots, splits):
-    assert mosaic_gpu.num_splits_for(num_ctas, max_slots, num_sms=132) == splits
+def test_splits_fill_the_gpu(num_ctas, max_seq_len, splits):
+    assert mosaic_gpu.num_splits_for(num_ctas, max_seq_len, num_sms=132) == splits

@@ -1,0 +1,1 @@
+"""Tools for the GPU kernels: ahead-of-time compilation, resources, checks, benchmark."""

@@ -1,0 +1,1 @@
+"""The host shell around the pure core: loading, requests, batches, generation."""

@@ -1,0 +1,1 @@
+"""What commands show and write: tables, streamed text, plots, provenance."""

@@ -1,0 +1,150 @@
+"""Tiny random models, drafters for them, and passes over a whole text."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import kv_cache, llama
+from specjax.config import LlamaConfig
+from specjax.drafters import base, eagle
+from specjax.drafters.eagle import EagleConfig
+from specjax.train import init_head
+
+
+class Model(NamedTuple):
+    """A model in memory."""
+
+    config: LlamaConfig
+    params: Any
+
+
+@functools.cache
+def tiny(seed: int, vocab_size: int = 32, num_layers: int = 1, scale: float = 0.5) -> Model:
+    """A random Llama with grouped queries. Wide weights: its distributions are far from flat, its text
+    varied."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+    )
+    return Model(config, llama.init(jax.random.key(seed), config, scale=scale))
+
+
+@functools.cache
+def similar(seed: int, noise: float = 0.15, **kwargs) -> Model:
+    """`tiny` with noise on its weights: as a draft model it is often right and often wrong."""
+    model = tiny(seed, **kwargs)
+    other = tiny(seed + 1000, **kwargs)
+    return Model(model.config, jax.tree.map(lambda a, b: a + noise * b, model.params, other.params))
+
+
+def tiny_head(target: Model, aux_layers: tuple[int, ...] = (), num_draft_tokens: int | None = None):
+    """A head for a tiny target, as training begins with it: its configuration and the parameters
+    for decoding."""
+    config = init_head.config(target.config, aux_layers, num_draft_tokens)
+    params = init_head.initial_params(config, target.params, jax.random.key(0))
+    V = target.config.vocab_size
+    ids_U = (
+        None
+        if num_draft_tokens is None
+        else jnp.arange(num_draft_tokens, dtype=jnp.int32) * 2 % (V - 1 + V % 2)
+    )
+    return config, eagle.for_decoding(params, ids_U, target.params)
+
+
+def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
+    """The drafter called `name` and the params to give to the loop: none, the draft model's, or
+    those of a head: one of some layers that guesses some tokens, or behind another drafter one of
+    the last layer that guesses all."""
+    needs = base.needs(name)
+    config, params = None, None
+    if EagleConfig in needs:
+        L, V = target.config.num_layers, target.config.vocab_size
+        config, params = (
+            tiny_head(target) if "," in name else tiny_head(target, tuple({0, L - 1}), V * 2 // 3)
+        )
+    elif LlamaConfig in needs:
+        config, params = draft
+    params = tuple(params if kind else None for kind in needs)
+    return base.make(name, K, target.config, config, options=options), params[0] if len(
+        needs
+    ) == 1 else params
+
+
+def full_logits(model: Model, tokens_BS) -> np.ndarray:
+    """Next-token logits after every token, from one forward pass over the whole text and a fresh
+    cache."""
+    return _full_pass(model.params, model.config, jnp.asarray(tokens_BS), ())[0]
+
+
+def full_aux_hidden(model: Model, tokens_BS, aux_layers: tuple[int, ...]):
+    """The residual stream after some layers, from one forward pass over the whole text."""
+    return _full_pass(model.params, model.config, jnp.asarray(tokens_BS), aux_layers)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def _full_pass(params, config, tokens_BS, aux_layers):
+    B, S = tokens_BS.shape
+    cache = kv_cache.init(config, B, S, page_size=S)
+    cache = kv_cache.reserve(cache, jnp.full(B, S))
+    output = llama.forward(
+        params, config, tokens_BS, jnp.zeros(B, jnp.int32), cache, aux_layers=aux_layers
+    )
+    return llama.logits(params, output.hidden_BTD), output.aux_layers
+
+
+class OracleParams(NamedTuple):
+    """What an oracle says: for each absolute position a token, and whether it has nothing to say
+    there."""
+
+    tokens_BS: jax.Array
+    empty_BS: jax.Array
+
+
+@functools.cache
+def oracle(K: int, aux_layers: tuple[int, ...] = ()) -> base.Drafter:
+    """A drafter that reads its guesses from its params, so that tests decide what is accepted, and
+    when.
+
+    Its state keeps the aux_layers it got: for every position the residual streams, and how many columns
+      of the last round
+    were not all zero.
+    """
+
+    def init(params, prefill):
+        return (
+            prefill.length_B,
+            prefill.aux_hidden_BSD,
+            jnp.zeros(prefill.tokens_BS.shape, jnp.int32),
+        )
+
+    def propose(params, state, context, draw):
+        index_BM = context.length_B[:, None] + jnp.arange(K)
+        index_BM = jnp.minimum(index_BM, params.tokens_BS.shape[1] - 1)
+        tokens_BM = jnp.take_along_axis(params.tokens_BS, index_BM, axis=1)
+        empty_B1 = jnp.take_along_axis(params.empty_BS, index_BM[:, :1], axis=1)
+        return base.Draft(tokens_BM, count_B=jnp.where(empty_B1[:, 0], 0, K)), state
+
+    def update(params, state, context, verified, aux_hidden_BTD):
+        length_B, aux_hidden_BSD, width_BS = state
+        row_B1 = jnp.arange(length_B.shape[0])[:, None]
+        place_BT = length_B[:, None] - 1 + jnp.arange(K + 1)
+        aux_hidden_BSD = tuple(
+            old.at[row_B1, place_BT].set(new, mode="drop")
+            for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True)
+        )
+        if aux_layers:
+            width_B = (aux_hidden_BTD[0] != 0).any(-1).sum(-1)
+            width_BS = width_BS.at[row_B1, length_B[:, None]].set(width_B[:, None], mode="drop")
+        return context.length_B, aux_hidden_BSD, width_BS
+
+    return base.Drafter(K, propose, aux_layers, init, update)
