@@ -155,7 +155,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
 
 def shard(x: Shape) -> tuple[int, ...]:
     """The shape of what a device has of an array."""
-    return x.parallel.shard_shape(x.shape)
+    return x.sharding.shard_shape(x.shape)
 
 
 def compile_wrong(folder: pathlib.Path) -> None:
