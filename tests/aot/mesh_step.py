@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax import decode, llama, parallel
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
 from specjax.sampling import SamplingArrays
@@ -114,7 +114,9 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
         DEVICES, setup.draft_degree, devices=list(aot.mesh(setup.gpu, DEVICES).devices.flat)
     )
     with dispatch.compiling_for(setup.capability):
-        drafter = base.make("draft_model", K, target, draft, implementation=setup.implementation)
+        drafter = registry.make(
+            "draft_model", K, target, draft, implementation=setup.implementation
+        )
         config = DecodeConfig(target, drafter, implementation=setup.implementation, mesh=mesh)
         params, draft_params = (
             llama.abstract_params(model, jnp.bfloat16) for model in (target, draft)
