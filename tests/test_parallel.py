@@ -88,7 +88,7 @@ def plain():
 def counts():
     """By drafter, the drafts that one device accepts in each row and round."""
     return {
-        name: np.asarray(GENERATE(*arguments(name, verify="coupled")).accepted_BS)
+        name: np.asarray(GENERATE(*arguments(name, verify="coupled")).log.accepted_BS)
         for name in (*registry.names(), "ngram,eagle")
     }
 
