@@ -31,6 +31,8 @@ from specjax.sampling import SamplingArrays, Stream
 from specjax.verify import METHODS
 
 LAST = np.nextafter(np.float32(1), np.float32(0))
+# By how much, relatively, float32 logarithms of probabilities may move the quotient of two.
+PRECISION = 4e-6
 EXPONENTIAL = jax.jit(noise.exponential)
 
 
@@ -472,6 +474,8 @@ class Acceptance:
             jnp.asarray(draft_DM),
             jnp.asarray(count_D),
         )
+        self.probs_DTV = np.asarray(probs_DTV, np.float64)
+        self.q_DMV = None if q_DMV is None else np.asarray(q_DMV, np.float64)
         D, self.T, self.V = probs_DTV.shape
         self.temperature_D = jnp.ones(D)
         self.argmax_DT, self.p = self._distribution(probs_DTV)
@@ -535,27 +539,39 @@ class Acceptance:
         return np.where(mass_DV.sum(1, keepdims=True) > 0, mass_DV, own_DV)
 
     def probabilities(self):
-        """P(draft i is accepted | those before it are), from the product's answers alone, float64
-        `[D, K]`.
+        """Probability that draft i is accepted if those before it are, float64 `[D, K]`.
 
-        Acceptance is monotone in its uniform: its threshold is found by bisection, with the
-          uniforms before it at 0.
+        Draft i is accepted where its uniform is below a threshold, which should be min(1, p / q).
+        The product runs with a uniform just below that and with one just above it, those before it
+        being 0: it must accept at the first and reject at the second.
         """
         D, K = self.draft_DM.shape
-        threshold_DM = np.zeros((D, K))
+        ratio_DM = self.ratios()
+        reached_D = np.ones(D, bool)  # drafts that cannot come are rejected even at 0
         for i in range(K):
-            low_D, high_D = np.zeros(D, np.float32), np.ones(D, np.float32)
-            for _ in range(30):
-                u_DM = np.zeros((D, K), np.float32)
-                u_DM[:, i] = (low_D + high_D) / 2
-                ok_D = self.accepted(u_DM) > i
-                low_D, high_D = (
-                    np.where(ok_D, u_DM[:, i], low_D),
-                    np.where(ok_D, high_D, u_DM[:, i]),
-                )
-            threshold_DM[:, i] = high_D  # 1 where every uniform is accepted
-            threshold_DM[low_D == 0, i] = 0  # where none is
-        return threshold_DM
+            ratio_D = ratio_DM[:, i]
+            reached_D &= i < np.asarray(self.count_D)
+            below_DM, above_DM = np.zeros((2, D, K), np.float32)
+            below_DM[:, i] = np.minimum(ratio_D * (1 - PRECISION), 1 - PRECISION)
+            above_DM[:, i] = np.minimum(ratio_D * (1 + PRECISION), LAST)
+            accepted_below_D = self.accepted(below_DM) > i
+            accepted_above_D = self.accepted(above_DM) > i
+            np.testing.assert_array_equal(accepted_below_D, reached_D & (ratio_D > 0))
+            # No uniform is above a threshold of 1. Where p and q are equal, rounding decides at LAST.
+            sure_D = abs(ratio_D - 1) > 2 * PRECISION
+            expected_D = reached_D & (ratio_D > 1)
+            np.testing.assert_array_equal(accepted_above_D[sure_D], expected_D[sure_D])
+            reached_D &= ratio_D > 0
+        return np.minimum(ratio_DM, 1)
+
+    def ratios(self):
+        """p / q of every draft from the distributions themselves, 0 where q is 0, float64 `[D, K]`."""
+        draft_DM1 = np.asarray(self.draft_DM)[..., None]
+        p_DM = np.take_along_axis(self.probs_DTV[:, :-1], draft_DM1, axis=2)[..., 0]
+        q_DM = np.ones_like(p_DM)
+        if self.q_DMV is not None:
+            q_DM = np.take_along_axis(self.q_DMV, draft_DM1, axis=2)[..., 0]
+        return np.divide(p_DM, q_DM, out=np.zeros_like(p_DM), where=q_DM > 0)
 
 
 def emitted_distribution(passes, p, q, V, K, count):
