@@ -158,7 +158,7 @@ def test_rejection_with_filters(name, degrees):
     )
     assert result(state).emitted == result(alone).emitted
     np.testing.assert_array_equal(state.log.accepted_BS, alone.accepted_BS)
-    assert 0 < alone.accepted_BS.sum() < alone.drafted_BS.sum()
+    assert 0 < alone.log.accepted_BS.sum() < alone.log.drafted_BS.sum()
     assert_copies_agree(state)
 
 
