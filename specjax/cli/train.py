@@ -174,11 +174,11 @@ def main(argv: list[str]) -> None:
     cfg.check(len(rows) + len(prompts), mesh)
     identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
     identity |= {"shape": dataclasses.asdict(shape), "held_out_contents": held_out.checksum}
-    files.check_claim(
+    files.check_run_identity(
         output / "run", trainer.RUN, identity | dataclasses.asdict(cfg)
     )  # as training will, and more
     if not (output / "run").exists():
-        files.refuse_existing(output / "drafter")
+        files.check_not_exists(output / "drafter")
     files.make_folder(output)
 
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)

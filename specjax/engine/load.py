@@ -68,7 +68,7 @@ def _open(source: pathlib.Path) -> table.Opened:
         raise SpecJAXError(f"{source} does not exist")
     if not source.is_dir():
         raise SpecJAXError(f"{source} is neither a folder nor a .gguf file")
-    files.refuse_incomplete(source)
+    files.check_complete(source)
     if not (source / "config.json").exists():
         raise SpecJAXError(
             f"{source}: no config.json: neither a SpecJAX checkpoint nor a Hugging Face folder"
@@ -184,7 +184,7 @@ def save(output: str | os.PathLike, model: Model) -> None:
 
 
 def _write(writer, source, output, dtype, progress) -> table.Opened:
-    files.refuse_existing(output)
+    files.check_not_exists(output)
     opened = open_source(source)
     dtype = opened.dtype if dtype is None else table.dtype_key(dtype)
     with files.new_folder(output) as folder:
