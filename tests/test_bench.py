@@ -10,7 +10,7 @@ import pytest
 
 from specjax.bench import costs, domains, paging, saturation, synthetic
 from specjax.config import LlamaConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.engine import generate as generation
 from specjax.engine.load import Model
 from specjax.engine.metrics import Acceptance
@@ -70,7 +70,7 @@ def test_costs_are_those_of_rounds_in_which_everything_is_drafted(name):
     config, params = {"ngram": (None, None), "eagle": tiny_head(TARGET), "draft_model": similar(6)}[
         name
     ]
-    drafter = base.make(name, 3, TARGET.config, config)
+    drafter = registry.make(name, 3, TARGET.config, config)
     found = costs.measure(
         MODEL,
         3,
@@ -98,8 +98,8 @@ def test_costs_are_in_plain_steps_and_add_up_over_drafters(monkeypatch):
 
     monkeypatch.setattr(costs.timing, "interleaved", interleaved)
     parts = [
-        (base.make("ngram", 3, TARGET.config), None),
-        (base.make("ngram", 3, TARGET.config), None),
+        (registry.make("ngram", 3, TARGET.config), None),
+        (registry.make("ngram", 3, TARGET.config), None),
     ]
     found = costs.measure(
         MODEL,

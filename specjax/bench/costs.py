@@ -97,27 +97,17 @@ def measure(
         (0 * rows).astype(np.uint32),
         np.full(batch_size, temperature, np.float32) if temperature else None,
     )
-    arrays = parallel.put(
-        (
-            tokens_BS,
-            (length * rows).astype(np.int32),
-            (positions * rows).astype(np.int32),
-            np.full((batch_size, 1), -1, np.int32),
-            noise,
-        ),
-        target.mesh,
+    request = decode.RequestArrays(
+        prompt_length_B=(length * rows).astype(np.int32),
+        max_length_B=(positions * rows).astype(np.int32),
+        eos_BE=np.full((batch_size, 1), -1, np.int32),
+        sampling=noise,
     )
+    arrays = parallel.put((tokens_BS, request), target.mesh)
 
     def rounds(drafter, params=None, count=ROUNDS):
-        cfg = DecodeConfig(
-            target.config,
-            drafter,
-            verify,
-            target.num_valid_tokens,
-            page_size,
-            implementation,
-            target.mesh,
-        )
+        runtime = target.runtime(page_size, implementation)
+        cfg = DecodeConfig(target.config, drafter, verify, runtime)
         limit = parallel.put(np.int32(count), target.mesh)
         start = decode.init_jit(target.params, params, cfg, *arrays, 64)
 

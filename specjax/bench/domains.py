@@ -12,7 +12,7 @@ import numpy as np
 from specjax import parallel
 from specjax.bench import costs
 from specjax.bench.costs import Costs
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.engine import generate as generation
 from specjax.engine import metrics
 from specjax.engine.load import Model
@@ -94,12 +94,12 @@ def by_domain(
         options = {
             option: value
             for option, value in (arguments.get("drafter_options") or {}).items()
-            if name == arguments["drafter"] or option in base.option_types(name)
+            if name == arguments["drafter"] or option in registry.option_types(name)
         }
         return generation.named_drafter(
             name,
             target,
-            arguments.get("draft") if any(base.needs(name)) else None,
+            arguments.get("draft") if any(registry.draft_config_types(name)) else None,
             arguments["num_speculative_tokens"],
             common["implementation"],
             options,
@@ -151,7 +151,7 @@ def by_domain(
 
 def _check_equal(target: Model, runs, name: str, temperature: float, domain: str) -> None:
     plain, other = (runs[key].completions[0].tokens for key in ("none", name))
-    if temperature == 0 and plain != other and target.params["embed_VD"].dtype == np.float32:
+    if temperature == 0 and plain != other and target.dtype == np.float32:
         raise SpecJAXError(f"a prompt of {domain}: speculation with {name} changed the greedy text")
 
 

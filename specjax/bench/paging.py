@@ -30,9 +30,7 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
         return xla.attention(q_BTNH, k_pool, v_pool, jnp.ones((1, positions), bool), start_B)
 
     def prepare(size: int):
-        cfg = decode.DecodeConfig(
-            target.config, page_size=size, implementation="xla", mesh=target.mesh
-        )
+        cfg = decode.DecodeConfig(target.config, runtime=target.runtime(size, "xla"))
         tokens_BS = np.tile(
             np.arange(positions, dtype=np.int32) % target.num_valid_tokens, (rows, 1)
         )
@@ -41,7 +39,12 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
             for shape, value in ((rows, length), (rows, positions), ((rows, 1), -1))
         )
         arrays = parallel.put(
-            (tokens_BS, length_B, end_B, eos_BE, SamplingArrays(np.zeros(rows, np.uint32))),
+            (
+                tokens_BS,
+                decode.RequestArrays(
+                    length_B, end_B, eos_BE, SamplingArrays(np.zeros(rows, np.uint32))
+                ),
+            ),
             target.mesh,
         )
         # Both are functions of its own, so that nothing compiled for the one cache is taken for the

@@ -209,7 +209,7 @@ def make(
 
 def _share(cfg: LlamaConfig, mesh: AbstractMesh, role: str, dtype: np.dtype) -> Share:
     shards = parallel.degree(mesh, role)
-    parallel.check(cfg, shards, role)
+    parallel.check_shardable(cfg, shards, role)
     params = llama.abstract_params(cfg, dtype)
     sizes = jax.tree.map(
         lambda array, split: math.prod(split.shard_shape(array.shape)) * dtype.itemsize,

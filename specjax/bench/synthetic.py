@@ -19,7 +19,7 @@ import numpy as np
 from specjax import llama
 from specjax.bench import costs, timing
 from specjax.config import LlamaConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.engine import generate as generation
 from specjax.engine import metrics
 from specjax.engine.load import Model
@@ -212,7 +212,12 @@ def run(
     by_k = {k: measure(k, ()) for k in range(1, max_speculative_tokens + 1)}
     by_k[K] = measure(
         K,
-        [(base.make("draft_model", K, target.config, draft.config, implementation), draft.params)],
+        [
+            (
+                registry.make("draft_model", K, target.config, draft.config),
+                draft.params,
+            )
+        ],
     )
     array = jnp.zeros(copy_bytes // 4, jnp.float32)
     copy = timing.interleaved({"copy": lambda: lambda: jnp.copy(array)}, 10 * repeats)["copy"]

@@ -41,8 +41,6 @@ def read_weights(target: Model) -> Callable[[], jax.Array]:
         size // 4 * (target.mesh.size if target.mesh else 1), jnp.float32, device=place
     )
     total = jax.jit(
-        parallel.on_mesh(
-            jnp.sum, target.mesh, PartitionSpec(MESH_AXES), out_specs=lambda total: PartitionSpec()
-        )
+        parallel.on_mesh(jnp.sum, target.mesh, (PartitionSpec(MESH_AXES),), PartitionSpec())
     )
     return lambda: total(memory)

@@ -18,7 +18,7 @@ from rich.text import Text
 from specjax import parallel
 from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli import jsonl
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.drafters.eagle import EagleConfig
 from specjax.engine import eagle_heads as heads
 from specjax.engine import generate as generation
@@ -29,7 +29,7 @@ from specjax.engine.generate import Generation
 from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
-from specjax.verify import MODES
+from specjax.verify import METHODS
 
 DRAFT_STYLE, OWN_STYLE = "green", "cyan"
 FLAGS = flags.FLAGS
@@ -43,14 +43,14 @@ def define_decoding_flags(default: str | list[str]) -> None:
     define(
         "drafter",
         default,
-        f"How to guess tokens: none, {', '.join(base.names())}; or several with commas, such as "
+        f"How to guess tokens: none, {', '.join(registry.names())}; or several with commas, such as "
         "ngram,eagle: the first that has a proposal makes it."
         + ("" if isinstance(default, str) else " May be repeated, to compare."),
     )
 
     def known(names: str | list[str]) -> bool:
         return all(
-            name == "none" or base.needs(name)
+            name == "none" or registry.draft_config_types(name)
             for name in ([names] if isinstance(names, str) else names)
         )
 
@@ -75,7 +75,10 @@ def define_decoding_flags(default: str | list[str]) -> None:
         "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.",
     )
     flags.DEFINE_enum(
-        "verify", "rejection", MODES, "How drafts are accepted; see the README. Both are lossless."
+        "verify",
+        "rejection",
+        METHODS,
+        "How drafts are accepted; see the README. Both are lossless.",
     )
     flags.DEFINE_integer("page_size", 64, "Positions per page of the key/value caches.")
     flags.DEFINE_enum(
@@ -130,7 +133,9 @@ def load_models() -> tuple[Model, Model | EagleHead | None]:
     """The target and, if there is one, the draft model or head that the flags name, on the mesh
     that they ask for."""
     names = drafter_names()
-    kinds = {kind for name in names if name != "none" for kind in base.needs(name)} - {None}
+    kinds = {
+        kind for name in names if name != "none" for kind in registry.draft_config_types(name)
+    } - {None}
     if len(kinds) > 1:
         raise SpecJAXError(
             f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft"
@@ -149,7 +154,9 @@ def load_models() -> tuple[Model, Model | EagleHead | None]:
         heads.check(FLAGS.draft or heads.shipped(config), config, mesh)
     elif mesh:
         for role, path in (("target", FLAGS.target), ("draft", FLAGS.draft)):
-            parallel.check(checkpoint.open_source(path).config, parallel.degree(mesh, role), role)
+            parallel.check_shardable(
+                checkpoint.open_source(path).config, parallel.degree(mesh, role), role
+            )
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
     if uses_head:
         return target, heads.load(FLAGS.draft, target)
@@ -258,7 +265,9 @@ def begin_benchmark(*outputs: str) -> None:
     names = drafter_names()
     if "none" in names:
         raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
-    if FLAGS.draft and not any(kind for name in names for kind in base.needs(name)):
+    if FLAGS.draft and not any(
+        kind for name in names for kind in registry.draft_config_types(name)
+    ):
         raise SpecJAXError(
             f"--draft={FLAGS.draft}: {' and '.join(names)} uses no draft model and no head"
         )
@@ -277,7 +286,7 @@ def drafters(draft: Model | EagleHead | None) -> dict[str, dict]:
     return {
         name: dict(
             drafter=name,
-            draft=draft if len(names) == 1 or any(base.needs(name)) else None,
+            draft=draft if len(names) == 1 or any(registry.draft_config_types(name)) else None,
             num_speculative_tokens=num_speculative_tokens(name),
             drafter_options=_options(FLAGS.drafter_options),
         )

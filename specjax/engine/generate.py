@@ -14,7 +14,7 @@ import numpy as np
 from specjax import decode, parallel
 from specjax import sampling as sampling_lib
 from specjax.decode import DecodeConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.drafters.base import Drafter
 from specjax.engine.eagle_heads import EagleHead
 from specjax.engine.load import Model, check_same_vocabulary
@@ -87,7 +87,7 @@ def default_num_speculative_tokens(drafter: str) -> int:
     else, pay, and of a model's only the first."""
     if jax.default_backend() != "cpu":
         return 5
-    return 2 if any(base.needs(drafter)) else 7
+    return 2 if any(registry.draft_config_types(drafter)) else 7
 
 
 def generate(
@@ -157,7 +157,7 @@ def generate(
                 f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none"
             )
         drafter, drafter_params = named_drafter(
-            drafter, target, draft, num_speculative_tokens, implementation, drafter_options or {}
+            drafter, target, draft, num_speculative_tokens, drafter_options or {}
         )
     elif not isinstance(drafter, Drafter):
         raise SpecJAXError(f"drafter must be a name or a Drafter, got {drafter!r}")
@@ -189,7 +189,7 @@ def generate(
         lambda x: (x >= 1) & (x < 2**31),
         "in [1, 2**31)",
     )
-    sampling = sampling_lib.params(
+    sampling = sampling_lib.arrays(
         seed_B=per_prompt(
             "seed", seed, batch_size, int, lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)"
         ).astype(np.uint32),
@@ -217,29 +217,20 @@ def generate(
     for row, ids in zip(tokens_BS, prompt_ids, strict=True):
         row[: len(ids)] = ids
 
-    cfg = DecodeConfig(
-        target.config,
-        drafter,
-        verify,
-        target.num_valid_tokens,
-        page_size,
-        implementation,
-        target.mesh,
-    )
-    if page_size > tokens_BS.shape[1]:
-        cfg = dataclasses.replace(
-            cfg, page_size=tokens_BS.shape[1]
-        )  # one page holds the whole sequence
+    # One page holds the whole sequence where that is shorter than a page.
+    runtime = target.runtime(min(page_size, tokens_BS.shape[1]), implementation)
+    cfg = DecodeConfig(target.config, drafter, verify, runtime)
     chunk = prefill_chunk(int(length_B.max()))
-    arrays = (tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling)
+    eos_BE = _eos_table(target, eos_ids, batch_size)
+    arrays = (tokens_BS, decode.RequestArrays(length_B, max_length_B, eos_BE, sampling))
     parallel.check_alike(
         (arrays, chunk, str(target.config), verify, page_size, drafter and drafter.num_tokens),
         target.mesh,
     )
     fill_up = functools.partial(_fill_up, num_rows=-batch_size % parallel.dp_size(target.mesh))
-    tokens_BS, length_B, max_length_B, *others = jax.tree.map(fill_up, arrays)
-    max_length_B[batch_size:] = 0  # what fills up emits nothing
-    arrays = parallel.put((tokens_BS, length_B, max_length_B, *others), target.mesh)
+    tokens_BS, request = jax.tree.map(fill_up, arrays)
+    request.max_length_B[batch_size:] = 0  # rows that fill up the batch emit nothing
+    arrays = parallel.put((tokens_BS, request), target.mesh)
     start = time.perf_counter()
     state = jax.block_until_ready(
         decode.init_jit(target.params, drafter_params, cfg, *arrays, chunk)
@@ -348,7 +339,6 @@ def named_drafter(
     target: Model,
     draft: Model | EagleHead | None,
     num_speculative_tokens: int | None,
-    implementation: str | None,
     options: dict[str, Any],
 ) -> tuple[Drafter | None, Any]:
     """A drafter by its name and its parameters, None for "none"; arguments and errors as for
@@ -360,7 +350,7 @@ def named_drafter(
                 "speculative tokens and no options"
             )
         return None, None
-    needs = base.needs(name)
+    needs = registry.draft_config_types(name)
     if isinstance(draft, Model):
         check_same_vocabulary(target, draft)
     if draft is not None and draft.mesh != target.mesh:
@@ -372,9 +362,7 @@ def named_drafter(
         if num_speculative_tokens is None
         else num_speculative_tokens
     )
-    drafter = base.make(
-        name, k, target.config, draft.config if draft else None, implementation, options
-    )
+    drafter = registry.make(name, k, target.config, draft.config if draft else None, options)
     params = [draft.params if kind else None for kind in needs]
     return drafter, params[0] if len(params) == 1 else tuple(params)
 
@@ -417,10 +405,10 @@ def _report(state: decode.DecodeState, reported_B: np.ndarray, on_tokens: OnToke
         (
             state.tokens_BS,
             state.length_B,
-            state.prompt_length_B,
+            state.request.prompt_length_B,
             state.active_B,
-            state.accepted_BS,
-            state.emitted_BS,
+            state.log.accepted_BS,
+            state.log.emitted_BS,
         )
     )
     for b in np.flatnonzero(length_B[: len(reported_B)] > reported_B):
@@ -446,18 +434,22 @@ def _completions(
         )
     completions = []
     for b in range(batch_size):
-        prompt, end, rounds = state.prompt_length_B[b], state.length_B[b], state.rounds_B[b]
+        prompt, end, rounds = (
+            state.request.prompt_length_B[b],
+            state.length_B[b],
+            state.log.rounds_B[b],
+        )
         tokens = tuple(state.tokens_BS[b, prompt:end].tolist())
-        tables = (state.drafted_BS, state.accepted_BS, state.emitted_BS)
+        tables = (state.log.drafted_BS, state.log.accepted_BS, state.log.emitted_BS)
         logs = (tuple(table_BS[b, :rounds].tolist()) for table_BS in tables)
         completions.append(
             Completion(
                 tuple(state.tokens_BS[b, :prompt].tolist()),
                 tokens,
                 target.tokenizer.decode(tokens) if target.tokenizer else None,
-                "stop" if tokens[-1] in state.eos_BE[b] else "length",
+                "stop" if tokens[-1] in state.request.eos_BE[b] else "length",
                 *logs,
-                unusable_drafts=int(state.unusable_drafts_B[b]),
+                unusable_drafts=int(state.log.unusable_drafts_B[b]),
             )
         )
     return tuple(completions)
