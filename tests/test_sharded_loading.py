@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors
 
-from specjax import llama, parallel
+from specjax import dtypes, llama, parallel
 from specjax.checkpoints_convert import hf, orbax, table
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
@@ -318,7 +318,7 @@ def write_large(path, D, num_layers):
     }
     rng = np.random.default_rng(0)
     arrays = {
-        name: rng.integers(0, 2**15, shape, np.uint16).view(table.DTYPES["bfloat16"])
+        name: rng.integers(0, 2**15, shape, np.uint16).view(dtypes.DTYPES["bfloat16"])
         for name, shape in folders.shapes(config | {"num_hidden_layers": 1}).items()
     }
     for name in [name for name in arrays if name.startswith("model.layers.0.")]:
