@@ -9,7 +9,10 @@ import tracemalloc
 def limits(cpu_seconds=1.0, num_bytes=300e6):
     """Fails if the body takes more processor time, or allocates more at once from Python."""
 
+    fired = []
+
     def stop(number, frame):
+        fired.append(number)
         raise TimeoutError(f"more than {cpu_seconds} s of processor time")
 
     previous = signal.signal(signal.SIGPROF, stop)
@@ -22,4 +25,5 @@ def limits(cpu_seconds=1.0, num_bytes=300e6):
         tracemalloc.stop()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, previous)
+    assert not fired, "the code under test caught the TimeoutError"
     assert peak < num_bytes
