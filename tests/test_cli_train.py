@@ -156,7 +156,7 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
     assert command(*arguments, "--max_minutes=0").code == 0
     for name, field in (("held_out", "held_out_contents"), ("data", "contents")):
         paths[name].write_text("hello world or " * 20 + "hello or world " + "hello world or " * 19)
-        check_refused(command(*arguments), f"was made with {field}=", "the same flags and files")
+        check_refused(command(*arguments), f"was created with {field}=", "the same flags and files")
         paths[name].write_text("hello world or " * 40)
     assert command(*arguments).code == 0
 

@@ -6,17 +6,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from specjax import files
-from specjax.checkpoints_convert import hf
+from specjax.checkpoints_convert import hf, orbax
 from specjax.config import LlamaConfig
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
 from support import folders
+from support.limits import limits
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -176,21 +178,63 @@ def test_an_exception_leaves_nothing(tmp_path, write, error):
     assert list(tmp_path.iterdir()) == [source]
 
 
-# What Orbax had under way when the write failed is collected later.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("write", [checkpoint.convert, checkpoint.export])
 def test_a_write_that_fails_names_the_output_and_leaves_nothing(tmp_path, write):
     resource = pytest.importorskip("resource")
     source = folders.write_folder(tmp_path / "hf")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
         with pytest.raises(SpecJAXError, match=r"cannot write .*/out: ") as caught:
             write(source, tmp_path / "out")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == [source]
+
+
+FULL = """
+import resource, signal, sys
+from specjax.cli.main import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), hard))
+sys.exit(main(["specjax", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("size", [1000, 1_500_000])
+def test_a_write_that_fails_is_one_line_of_the_command(tmp_path, command, size):
+    """No tracebacks of other libraries: many writes of one layer fail, or are abandoned."""
+    large = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 128}
+    source = folders.write_folder(tmp_path / "hf", large)
+    arguments = [command, f"--source={source}", f"--output={tmp_path / 'out'}"]
+    result = subprocess.run(
+        [sys.executable, "-c", FULL, str(size), *arguments], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith(f"specjax: error: cannot write {tmp_path / 'out'}: ")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_only_the_tracebacks_of_abandoned_writes_are_dropped(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    abandoned = types.SimpleNamespace(exc_value=RuntimeError("Event loop is closed"))
+    other = types.SimpleNamespace(exc_value=RuntimeError("anything else"))
+    with orbax._quiet_when_abandoned():
+        sys.unraisablehook(abandoned)
+    assert sys.unraisablehook == shown.append
+    for _ in range(2):
+        with pytest.raises(OSError), orbax._quiet_when_abandoned():
+            raise OSError
+        sys.unraisablehook(abandoned)  # they may come later
+        sys.unraisablehook(other)
+    assert shown == [other, other]
+    assert sys.unraisablehook.previous == shown.append
 
 
 @pytest.mark.parametrize("write", [checkpoint.convert, checkpoint.export])
@@ -227,7 +271,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path, parameters):
     assert not output.exists()
     (left,) = tmp_path.glob("out.incomplete-*")
     assert (left / "params" / "embed_VD").is_dir()
-    with pytest.raises(SpecJAXError, match="is incomplete: what wrote it was interrupted"):
+    with pytest.raises(SpecJAXError, match="is incomplete: its writer was interrupted"):
         checkpoint.load(left)
     left.rename(output)  # nor does giving it the right name help
     with pytest.raises(SpecJAXError, match="is incomplete"):
@@ -246,8 +290,6 @@ def _edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-# Orbax abandons the other reads of an item when one fails; they then find their event loop closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_checkpoints(ours):
     def refused(damage, *words):
         copy = ours.with_name("copy")
@@ -318,6 +360,83 @@ def test_damaged_checkpoints(ours):
         )
     refused(lambda path: (path / "config.json").write_text("{"), "config.json", "JSON")
     refused(lambda path: (path / "config.json").unlink(), "no config.json")
+
+
+def test_sizes_in_config_json_are_compared_with_the_files(ours):
+    model = json.loads((ours / "config.json").read_text())["model"]
+    for field, words in (
+        ("num_layers", "50000000 layers, but there are only"),
+        ("vocab_size", "embed_VD has shape"),
+        ("hidden_size", "embed_VD has shape"),
+        ("intermediate_size", "has shape"),
+    ):
+        _edit(ours / "config.json", model=model | {field: 5 * 10**7})
+        with limits(), pytest.raises(SpecJAXError, match=words):
+            checkpoint.load(ours)
+
+
+def test_sizes_of_arrays_are_compared_with_the_files(ours, monkeypatch):
+    """An array of the configuration's shape, without its data."""
+    monkeypatch.setattr(orbax, "_check_headers", lambda params, config, dtype: None)
+    model = json.loads((ours / "config.json").read_text())["model"]
+    _edit(ours / "config.json", model=model | {"vocab_size": 5 * 10**12})
+    with limits(), pytest.raises(SpecJAXError, match=r"have \d+ bytes, but the files only \d+"):
+        checkpoint.load(ours)
+
+
+def test_an_eos_token_that_can_never_be_emitted_is_rejected(ours):
+    _edit(ours / "config.json", eos_ids=[1, 267])
+    with pytest.raises(SpecJAXError, match=r"config\.json: .*token 267 can never be emitted"):
+        checkpoint.load(ours)
+
+
+def test_a_chat_template_that_fails_names_the_file(ours):
+    (ours / "chat_template.jinja").write_text("{{ 1 // 0 }}")
+    tokenizer = checkpoint.load(ours).tokenizer
+    with pytest.raises(SpecJAXError, match=f"{ours / 'chat_template.jinja'}: the chat template"):
+        tokenizer.render_chat([])
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_dangling_links_are_named(ours, file):
+    (ours / file).unlink()
+    (ours / file).symlink_to("../gone")
+    with pytest.raises(SpecJAXError, match=f"{file} is a link to ../gone, which does not exist"):
+        checkpoint.load(ours)
+
+
+def test_a_dangling_link_to_a_model_is_named(tmp_path):
+    (tmp_path / "model").symlink_to("gone")
+    with pytest.raises(SpecJAXError, match="model is a link to gone, which does not exist"):
+        checkpoint.load(tmp_path / "model")
+
+
+def test_home_folder_of_outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = folders.write_folder(tmp_path / "hf")
+    checkpoint.convert(source, "~/ours")
+    checkpoint.load(tmp_path / "ours")
+    with files.new_file("~/file") as path:
+        path.write_text("text")
+    assert (tmp_path / "file").read_text() == "text"
+    with pytest.raises(SpecJAXError, match="output ~/ours exists"):
+        checkpoint.convert(source, "~/ours")
+    with pytest.raises(SpecJAXError, match="cannot expand ~no-such-user/out"):
+        files.expand("~no-such-user/out")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000, "[]"])
+def test_json_that_cannot_be_read(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SpecJAXError, match=r"config\.json.*JSON"):
+        files.read_json(tmp_path / "config.json")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf"a"\n\n"b"\n')
+    rows = list(files.json_lines(tmp_path / "rows.jsonl"))
+    path = tmp_path / "rows.jsonl"
+    assert rows == [(f"{path}, line 1", "a"), (f"{path}, line 3", "b")]
 
 
 def test_surplus_parameter_of_a_layer(tmp_path):

@@ -8,8 +8,8 @@ import time
 
 from absl import flags
 
+from specjax import dtypes
 from specjax.bench import plan, synthetic
-from specjax.checkpoints_convert import table as dtypes
 from specjax.cli import common, jsonl
 from specjax.kernels import dispatch
 

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax import parallel
-from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli import jsonl
 from specjax.drafters import registry
 from specjax.drafters.eagle import EagleConfig
+from specjax.dtypes import DTYPES
 from specjax.engine import eagle_heads as heads
 from specjax.engine import generate as generation
 from specjax.engine import load as checkpoint

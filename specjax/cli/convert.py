@@ -10,6 +10,7 @@ from absl import flags
 from rich import progress as progress_lib
 from rich.console import Console
 
+from specjax import dtypes
 from specjax.checkpoints_convert import table
 from specjax.engine import load as checkpoint
 
@@ -25,7 +26,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype",
         None,
-        list(table.DTYPES),
+        list(dtypes.DTYPES),
         "dtype to write. By default that of the source; float32 for quantised GGUF.",
     )
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     report(checkpoint.convert)
 
 
-def report(write: Callable[..., table.Opened]) -> None:
+def report(write: Callable[..., table.CheckpointReader]) -> None:
     """Runs `checkpoint.convert` or `checkpoint.export` with a progress bar on a terminal, and says
     what was written."""
     console = Console()
@@ -52,7 +53,7 @@ def report(write: Callable[..., table.Opened]) -> None:
             FLAGS.dtype,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    count = table.num_values(opened.config)
+    count = table.num_parameters(opened.config)
     size = sum(
         path.stat().st_size for path in pathlib.Path(FLAGS.output).rglob("*") if path.is_file()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from specjax.checkpoints_convert import table
+from specjax import dtypes
 from specjax.cli import convert
 from specjax.engine import load as checkpoint
 
@@ -18,7 +18,7 @@ def define_flags() -> None:
         "output", None, "Hugging Face folder to write; it must not exist.", required=True
     )
     flags.DEFINE_enum(
-        "dtype", None, list(table.DTYPES), "dtype to write; by default the stored one."
+        "dtype", None, list(dtypes.DTYPES), "dtype to write; by default the stored one."
     )
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from absl import flags
 from rich.console import Console
 
+from specjax import dtypes
 from specjax.bench import plan
-from specjax.checkpoints_convert import table
 from specjax.cli import common
 from specjax.engine import metrics
 from specjax.errors import SpecJAXError
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
         plan.read_model_config(FLAGS.target),
         FLAGS.draft and plan.read_model_config(FLAGS.draft),
         plan.GPUS[FLAGS.gpu],
-        dtype=table.DTYPES[FLAGS.dtype],
+        dtype=dtypes.DTYPES[FLAGS.dtype],
         **{name: getattr(FLAGS, name) for name in names},
     )
     K, held = FLAGS.num_speculative_tokens, (made.target, made.draft, made.both)

@@ -15,7 +15,7 @@ from rich import progress as progress_lib
 from rich.console import Console
 from rich.table import Table
 
-from specjax import files, llama, parallel
+from specjax import dtypes, files, llama, parallel
 from specjax.bench import plan
 from specjax.checkpoints_convert import table
 from specjax.cli import common, jsonl
@@ -131,7 +131,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype",
         None,
-        list(table.DTYPES),
+        list(dtypes.DTYPES),
         "dtype to compute in; by default float32 on CPU, else that of "
         "the target. What is trained is float32.",
     )
@@ -174,11 +174,11 @@ def main(argv: list[str]) -> None:
     cfg.check(len(rows) + len(prompts), mesh)
     identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
     identity |= {"shape": dataclasses.asdict(shape), "held_out_contents": held_out.checksum}
-    files.check_claim(
+    files.check_run_identity(
         output / "run", trainer.RUN, identity | dataclasses.asdict(cfg)
     )  # as training will, and more
     if not (output / "run").exists():
-        files.refuse_existing(output / "drafter")
+        files.check_not_exists(output / "drafter")
     files.make_folder(output)
 
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
@@ -299,7 +299,7 @@ def _shape(target):
     return init_head.config(target, aux_layers, FLAGS.num_draft_tokens)
 
 
-def _open(paths: list[str], opened: table.Opened) -> data.Dataset:
+def _open(paths: list[str], opened: table.CheckpointReader) -> data.Dataset:
     """Rows of folders and files."""
     folders = [pathlib.Path(path) for path in paths if pathlib.Path(path).is_dir()]
     texts = [path for path in paths if not pathlib.Path(path).is_dir()]

@@ -159,7 +159,7 @@ def check(path: str | os.PathLike, target: LlamaConfig, mesh: Mesh | None = None
 
 def read_config(folder: pathlib.Path) -> EagleConfig:
     """The shape of a head. Raises SpecJAXError for a folder that has none."""
-    files.refuse_incomplete(folder)
+    files.check_complete(folder)
     if not (folder / "config.json").exists():
         raise SpecJAXError(f"{folder}: no config.json: not the folder of a head")
     fields = files.read_json(folder / "config.json")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import files, llama, parallel
+from specjax import dtypes, files, llama, parallel
 from specjax.checkpoints_convert import gguf, hf, orbax, table
 from specjax.config import LlamaConfig, Runtime
 from specjax.errors import SpecJAXError
@@ -59,7 +59,7 @@ class Model:
         return min(self.tokenizer.vocab_size, self.config.vocab_size)
 
 
-def open_source(path: str | os.PathLike) -> table.Opened:
+def open_source(path: str | os.PathLike) -> table.CheckpointReader:
     """Checks a checkpoint of any format by its headers, without reading its data.
 
     EOS ids outside of the vocabulary are dropped: some configurations say -1 for "none".
@@ -71,15 +71,15 @@ def open_source(path: str | os.PathLike) -> table.Opened:
     )
 
 
-def _open(source: pathlib.Path) -> table.Opened:
+def _open(source: pathlib.Path) -> table.CheckpointReader:
     if source.is_file() and source.suffix == ".gguf":
         return gguf.open_file(source)
-    if not source.exists():
+    if not files.exists(source):
         raise SpecJAXError(f"{source} does not exist")
     if not source.is_dir():
         raise SpecJAXError(f"{source} is neither a folder nor a .gguf file")
-    files.refuse_incomplete(source)
-    if not (source / "config.json").exists():
+    files.check_complete(source)
+    if not files.exists(source / "config.json"):
         raise SpecJAXError(
             f"{source}: no config.json: neither a SpecJAX checkpoint nor a Hugging Face folder"
         )
@@ -117,8 +117,8 @@ def load(
     parallel.check_shardable(opened.config, parallel.degree(mesh, role), role)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
-    dtype = table.dtype_key(dtype)
-    params = llama.abstract_params(opened.config, table.DTYPES[dtype])
+    dtype = dtypes.dtype_name(dtype)
+    params = llama.abstract_params(opened.config, dtypes.DTYPES[dtype])
     here = jax.device_put(0).sharding  # the default device
     shardings = (
         jax.tree.map(lambda _: here, params)
@@ -142,7 +142,7 @@ def convert(
     output: str | os.PathLike,
     dtype=None,
     progress: Callable[[int, int], None] | None = None,
-) -> table.Opened:
+) -> table.CheckpointReader:
     """Writes any checkpoint as our Orbax folder; peak host memory is a layer or the embedding,
     whichever is larger.
 
@@ -168,7 +168,7 @@ def export(
     output: str | os.PathLike,
     dtype=None,
     progress: Callable[[int, int], None] | None = None,
-) -> table.Opened:
+) -> table.CheckpointReader:
     """Writes any checkpoint as a Hugging Face folder (safetensors in shards of 5 GB); otherwise as
     `convert`.
 
@@ -180,7 +180,7 @@ def export(
 def save(output: str | os.PathLike, model: Model) -> None:
     """Writes a model in memory as our Orbax folder, in the dtype of its parameters; otherwise as
     `convert`."""
-    dtype = table.dtype_key(model.dtype)
+    dtype = dtypes.dtype_name(model.dtype)
 
     def parameters(dtype, shardings=None):
         del shardings
@@ -188,15 +188,15 @@ def save(output: str | os.PathLike, model: Model) -> None:
             array = parallel.get(table.leaf(model.params, parameter.path))
             yield parameter.path, table.cast(array, dtype, ".".join(map(str, parameter.path)))
 
-    opened = table.Opened(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
+    opened = table.CheckpointReader(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
     with files.new_folder(output) as folder:
         orbax.write_folder(folder, opened, dtype)
 
 
-def _write(writer, source, output, dtype, progress) -> table.Opened:
-    files.refuse_existing(output)
+def _write(writer, source, output, dtype, progress) -> table.CheckpointReader:
+    files.check_not_exists(output)
     opened = open_source(source)
-    dtype = opened.dtype if dtype is None else table.dtype_key(dtype)
+    dtype = opened.dtype if dtype is None else dtypes.dtype_name(dtype)
     with files.new_folder(output) as folder:
         writer.write_folder(folder, opened, dtype, progress)
     return opened._replace(dtype=dtype)
