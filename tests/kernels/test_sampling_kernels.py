@@ -781,7 +781,7 @@ def test_on_a_cpu_noise_is_worked_out_once():
     rounded differently."""
 
     def draw(logits_RV, key_R2):
-        return xla.scan(
+        return xla.sample_pass(
             logits_RV, jnp.ones(8), jnp.full(8, -jnp.inf), key_R2, jnp.int32(0), 4096
         ).token
 

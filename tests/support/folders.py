@@ -1,4 +1,4 @@
-"""Small synthetic models for the tests, written with nothing but numpy, safetensors and tokenizers."""
+"""Small synthetic models, written with nothing but numpy, safetensors and tokenizers."""
 
 import json
 import pathlib
@@ -104,6 +104,15 @@ def backend():
     result.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
+    return result
+
+
+def byte_fallback_backend():
+    """A tokenizer of the letters a to z and 256 byte tokens, as SentencePiece has them."""
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + [chr(ord("a") + i) for i in range(26)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    result = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    result.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return result
 
 
