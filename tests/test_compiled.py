@@ -64,8 +64,7 @@ def compiled(request):
     """A drafter's name, the arguments of a call, the compiled program, its text, and its
     instructions as (name, type, dimensions, operation)."""
     args = arguments(request.param)
-    program = GENERATE.lower(*args).compile()
-    text = program.as_text()
+    text = GENERATE.lower(*args).compile().as_text()  # a call with such arguments uses this program
     found = re.findall(
         r"^\s*(?:ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", text, flags=re.MULTILINE
     )
