@@ -1,4 +1,4 @@
-"""The one exception that SpecJAX raises for input it cannot use."""
+"""The exception and the warning of SpecJAX."""
 
 
 class SpecJAXError(ValueError):
@@ -7,3 +7,7 @@ class SpecJAXError(ValueError):
     The message is one line that names the offending input and states what is valid. The command
     line prints it and exits with code 2, without a traceback.
     """
+
+
+class SpecJAXWarning(UserWarning):
+    """Input that is used, but probably not as intended. The message is one line."""

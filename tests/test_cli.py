@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 import specjax
+from specjax.checkpoints_convert import eagle as heads
 from specjax.cli import common, demo, jsonl, main
-from specjax.engine import eagle_heads as heads
 from specjax.engine.generate import Completion, Generation
 from specjax.train import init_head
 from support import folders

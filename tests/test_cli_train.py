@@ -7,7 +7,6 @@ import pytest
 
 import specjax
 from specjax import files
-from specjax.engine import eagle_heads as heads
 from specjax.engine import load as checkpoint
 from specjax.train import data
 from support import folders
@@ -70,7 +69,7 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
         "all",
     }
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    head = heads.load(output / "drafter", specjax.load(folder))
+    head = specjax.load_drafter("eagle", output / "drafter", specjax.load(folder))
     assert head.config.num_draft_tokens == 40 and head.config.aux_layers == (1,)
 
     run = command(

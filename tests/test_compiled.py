@@ -61,10 +61,11 @@ def arguments(name, prompts=PROMPTS):
 
 @pytest.fixture(scope="module", params=["none", *registry.names(), "ngram,eagle"])
 def compiled(request):
-    """A drafter's name, arguments of a call, its program, and the instructions: (name, type,
-    dimensions, operation)."""
+    """A drafter's name, the arguments of a call, the compiled program, its text, and its
+    instructions as (name, type, dimensions, operation)."""
     args = arguments(request.param)
-    text = GENERATE.lower(*args).compile().as_text()
+    program = GENERATE.lower(*args).compile()
+    text = program.as_text()
     found = re.findall(
         r"^\s*(?:ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", text, flags=re.MULTILINE
     )

@@ -596,6 +596,44 @@ def test_noise_of_drafts_acceptance_and_replacement_is_independent():
     assert (np.abs(pairs - expected) < 5 * np.sqrt(expected * (1 - expected) / trials)).all(), pairs
 
 
+# --- A caller's own settings of JAX -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["draft_model", "ngram,eagle"])
+def test_the_functional_api_works_under_strict_settings(name):
+    """No promotion of dtypes or ranks, no implicit transfer, under a jit of the caller's."""
+    drafter, draft_params = (None, None)
+    if name != "none":
+        drafter, draft_params = make_drafter(name, 2, TARGET, DRAFT)
+    params, draft_params, config, state = prepare(
+        TARGET, PROMPTS, drafter=drafter, draft_params=draft_params, max_new=6, **SAMPLING
+    )
+
+    @jax.jit
+    def complete(params, draft_params, tokens_BS, request):
+        state = decode.init(params, draft_params, config, tokens_BS, request, 8)
+        state = decode.step(params, draft_params, config, state)
+        state = decode.generate(params, draft_params, config, state)
+        cache = llama.init_cache(config.target, config.runtime, B, CAPACITY)
+        cache, _ = llama.prefill(
+            params, config.target, config.runtime, tokens_BS, state.length_B, cache, 8
+        )
+        output = llama.forward(
+            params, config.target, config.runtime, tokens_BS[:, :2], state.length_B, cache
+        )
+        return state, llama.logits(params, output.hidden_BTD)
+
+    arguments = params, draft_params, state.tokens_BS, state.request
+    expected = complete(*arguments)
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.transfer_guard("disallow"),
+    ):
+        got = jax.block_until_ready(complete(*arguments))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 # --- What is refused ------------------------------------------------------------------------------
 
 

@@ -17,14 +17,15 @@ FOLDERS = {
 # Lowest first. A module imports from layers below its own; within the last two layers anything goes
 # that is no cycle.
 LAYERS = (
-    ("specjax.errors",),
+    ("specjax.errors", "specjax.lax_utils", "specjax.linear"),
     ("specjax.config",),
-    ("specjax.parallel", "specjax.lax_utils"),
+    ("specjax.parallel",),
     ("specjax.kv_cache", "specjax.sampling"),
-    ("specjax.llama", "specjax.verify"),
+    ("specjax.llama",),
     ("specjax.drafters",),
+    ("specjax.verify",),
     ("specjax.decode",),
-    ("specjax",),  # generation, checkpoint, tokenizer and whatever else is no part of the core
+    ("specjax",),  # engine, formats, tokenizer and whatever else is not part of the core
     ("specjax.cli",),
 )
 

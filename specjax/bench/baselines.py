@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.bench import timing
+from specjax.engine import batch
 from specjax.engine import generate as generation
 from specjax.engine import load as checkpoint
 from specjax.engine.load import Model
@@ -83,7 +84,7 @@ def compare(
     engines = {name: BASELINES[name][1](target, num_lookup_tokens, threads, gguf) for name in names}
     rows = []
     for name, prompt in prompts.items():
-        ids = generation.encode(target, prompt, name)
+        ids = batch.encode(target, prompt, name)
         arguments = dict(prompts=[ids], max_new_tokens=max_new_tokens, eos_ids=(), **common)
         runs = {
             "plain": [],

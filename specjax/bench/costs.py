@@ -15,7 +15,7 @@ from specjax import decode, parallel, sampling
 from specjax.bench import timing
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.engine.load import Model
 from specjax.engine.metrics import Acceptance, expected_tokens
 
@@ -86,7 +86,7 @@ def measure(
       verify, page_size, implementation: see `DecodeConfig`.
       repeats: of which the median counts.
     """
-    positions = generation.bucket(length + ROUNDS * (K + 1))
+    positions = batch.bucket(length + ROUNDS * (K + 1))
     rows = np.full(batch_size, 1)
     tokens_BS = (
         np.random.default_rng(0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import decode, llama, parallel
 from specjax.bench import timing
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.engine.load import Model
 from specjax.kernels.paged_attention import xla
 from specjax.sampling import SamplingArrays
@@ -23,7 +23,7 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
     Medians of `repeats` calls in turn. The contiguous cache is one page as long as the sequence,
     read where it lies.
     """
-    positions = generation.bucket(length + 1)
+    positions = batch.bucket(length + 1)
     rows = parallel.dp_size(target.mesh)
 
     def contiguous(q_BTNH, k_pool, v_pool, block_table_BX, start_B, **_):

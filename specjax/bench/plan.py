@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh
 from specjax import files, llama, parallel
 from specjax.checkpoints_convert import hf, orbax
 from specjax.config import LlamaConfig
-from specjax.engine import generate as generation
-from specjax.engine import metrics
+from specjax.engine import batch, metrics
 from specjax.errors import SpecJAXError
 
 
@@ -158,7 +157,7 @@ def make(
         (K + (role == "target")) * cfg.vocab_size // shards[role] for role, cfg in models.items()
     )
     widest = max(2 * cfg.intermediate_size // shards[role] for role, cfg in models.items())
-    reserve = 4 * rows * (logits + generation.prefill_chunk(context) * widest)
+    reserve = 4 * rows * (logits + batch.prefill_chunk(context) * widest)
     usable = gpu_memory_utilization * gpu.memory
     kv_tokens = math.floor((usable - both.weights - reserve) / both.kv_per_token)
     if kv_tokens < kv_needed:

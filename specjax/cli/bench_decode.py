@@ -13,7 +13,7 @@ from rich.table import Table
 
 from specjax.bench import domains, paging
 from specjax.cli import common, jsonl
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
     target, draft = common.load_models()
     drafters = common.drafters(draft)
     prompts = [
-        (domain, generation.encode(target, prompt, f"a prompt of {domain}"))
+        (domain, batch.encode(target, prompt, f"a prompt of {domain}"))
         for domain, of_domain in chosen.items()
         for prompt in of_domain[: FLAGS.prompts_per_domain]
     ]

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specjax.bench import saturation
 from specjax.cli import bench_decode, common, jsonl
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
@@ -50,9 +50,7 @@ def main(argv: list[str]) -> None:
     common.begin_benchmark("output", "plot")
     rows = jsonl.read_prompts(FLAGS.prompts_file)
     target, draft = common.load_models()
-    prompts = [
-        generation.encode(target, row["prompt"], f"prompt {i}") for i, row in enumerate(rows, 1)
-    ]
+    prompts = [batch.encode(target, row["prompt"], f"prompt {i}") for i, row in enumerate(rows, 1)]
     drafter = common.drafters(draft)[FLAGS.drafter]
     console = common.console()
     points = saturation.measure(

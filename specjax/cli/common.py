@@ -16,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax import parallel
+from specjax.checkpoints_convert import eagle as heads
+from specjax.checkpoints_convert.eagle import EagleHead
 from specjax.cli import jsonl
 from specjax.drafters import registry
 from specjax.drafters.eagle import EagleConfig
 from specjax.dtypes import DTYPES
-from specjax.engine import eagle_heads as heads
 from specjax.engine import generate as generation
 from specjax.engine import load as checkpoint
 from specjax.engine import metrics
-from specjax.engine.eagle_heads import EagleHead
 from specjax.engine.generate import Generation
 from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
@@ -151,7 +151,7 @@ def load_models() -> tuple[Model, Model | EagleHead | None]:
     # What cannot be used or split is refused before the other one is read.
     if uses_head:
         config = checkpoint.open_source(FLAGS.target).config
-        heads.check(FLAGS.draft or heads.shipped(config), config, mesh)
+        heads.check(FLAGS.draft, config, mesh)
     elif mesh:
         for role, path in (("target", FLAGS.target), ("draft", FLAGS.draft)):
             parallel.check_shardable(
@@ -159,7 +159,12 @@ def load_models() -> tuple[Model, Model | EagleHead | None]:
             )
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
     if uses_head:
-        return target, heads.load(FLAGS.draft, target)
+        with_head = [
+            name
+            for name in names
+            if name != "none" and EagleConfig in registry.draft_config_types(name)
+        ]
+        return target, checkpoint.load_drafter(with_head[0], FLAGS.draft, target)
     return target, checkpoint.load(FLAGS.draft, dtype=FLAGS.dtype, mesh=mesh, role="draft")
 
 

@@ -8,7 +8,6 @@ import importlib.resources
 from absl import flags
 
 from specjax.cli import common, jsonl
-from specjax.engine import eagle_heads as heads
 from specjax.engine import generate as generation
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> int:
     }
     head = None
     with contextlib.suppress(SpecJAXError):
-        head = heads.load(None, target)
+        head = checkpoint.load_drafter("eagle", None, target)
     rows = jsonl.read_prompts(str(PROMPTS))
     console.print("Greedy decoding, one prompt at a time. Colours:", common.legend(), end="\n\n")
     runs = {}

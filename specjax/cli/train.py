@@ -17,10 +17,10 @@ from rich.table import Table
 
 from specjax import dtypes, files, llama, parallel
 from specjax.bench import plan
+from specjax.checkpoints_convert import eagle as heads
 from specjax.checkpoints_convert import table
 from specjax.cli import common, jsonl
-from specjax.engine import eagle_heads as heads
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
 from specjax.train import curves, data, evaluate, init_head, self_generate
@@ -313,7 +313,7 @@ def _fitting(target: checkpoint.Model, prompts: list[dict]) -> list[tuple[tuple[
     """The tokens and the domain of each prompt that is not too long."""
     encoded = [
         (
-            generation.encode(target, row["prompt"], f"{FLAGS.self_generate}, prompt {i}"),
+            batch.encode(target, row["prompt"], f"{FLAGS.self_generate}, prompt {i}"),
             row.get("domain", ""),
         )
         for i, row in enumerate(prompts, 1)

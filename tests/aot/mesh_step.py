@@ -24,8 +24,8 @@ from jax import ShapeDtypeStruct as Shape
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax import decode, llama, parallel
-from specjax.config import LlamaConfig
-from specjax.decode import DecodeConfig
+from specjax.config import LlamaConfig, Runtime
+from specjax.decode import DecodeConfig, RequestArrays
 from specjax.drafters import registry
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
@@ -114,10 +114,9 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
         DEVICES, setup.draft_degree, devices=list(aot.mesh(setup.gpu, DEVICES).devices.flat)
     )
     with dispatch.compiling_for(setup.capability):
-        drafter = registry.make(
-            "draft_model", K, target, draft, implementation=setup.implementation
-        )
-        config = DecodeConfig(target, drafter, implementation=setup.implementation, mesh=mesh)
+        drafter = registry.make("draft_model", K, target, draft)
+        runtime = Runtime(jnp.bfloat16, implementation=setup.implementation, mesh=mesh)
+        config = DecodeConfig(target, drafter, runtime=runtime)
         params, draft_params = (
             llama.abstract_params(model, jnp.bfloat16) for model in (target, draft)
         )
@@ -130,10 +129,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
             params,
             draft_params,
             ids(B, setup.S),
-            ids(B),
-            ids(B),
-            ids(B, 3),
-            sampling,
+            RequestArrays(ids(B), ids(B), ids(B, 3), sampling),
         )
         args = params, draft_params, state = jax.tree.map(
             lambda x, spec: Shape(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
