@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where the data of each tensor lie.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every size in the header is
-compared with the size of the file before anything is read or built for it.
+compared with the size of the file, and with a limit, before anything is read or built for it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ SCALARS = {
     12: "<f8",
 }
 STRING, ARRAY = 8, 9
+# Far above what tokenizers need. A large file could hold much more, which would fill the memory.
+MAX_ARRAY_LENGTH = 2**20
+MAX_STRING_BYTES = 2**24
 MIN_STRING_BYTES = 8  # its length
 MIN_ARRAY_BYTES = 12  # type and number of its values
 MIN_FIELD_BYTES = 13  # name, type and a value of one byte
@@ -125,6 +128,8 @@ class _Cursor:
 
     def text(self) -> str:
         length = self.u64()
+        self.check(length)
+        _check_limit("string", length, MAX_STRING_BYTES, "bytes")
         return self.take(length).decode()
 
     def scalars(self, kind: int, count: int) -> list:
@@ -145,9 +150,13 @@ class _Cursor:
     def array(self) -> list:
         kind = self.u32()
         count = self.u64()
+        min_bytes = MIN_STRING_BYTES if kind == STRING else MIN_ARRAY_BYTES
+        if kind in SCALARS:
+            min_bytes = np.dtype(SCALARS[kind]).itemsize
+        self.check(count * min_bytes)
+        _check_limit("array", count, MAX_ARRAY_LENGTH, "values")
         if kind in SCALARS:
             return self.scalars(kind, count)
-        self.check(count * (MIN_STRING_BYTES if kind == STRING else MIN_ARRAY_BYTES))
         values = []
         for _ in range(count):
             value = self.value(kind)
@@ -156,6 +165,13 @@ class _Cursor:
             else:
                 values.append(value)
         return values
+
+
+def _check_limit(what: str, size: int, limit: int, unit: str) -> None:
+    if size > limit:
+        raise SpecJAXError(
+            f"a header with {what}s of {size} {unit} is not supported; at most {limit}"
+        )
 
 
 def _read(data: mmap.mmap) -> GGUFHeader:

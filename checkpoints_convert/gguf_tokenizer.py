@@ -103,13 +103,13 @@ def build(metadata: dict[str, Any], path: pathlib.Path) -> Tokenizer | None:
             special[role] = tokens[fields[key]]
     # By default, llama.cpp adds a BOS to SentencePiece and Llama 3 texts, and an EOS to none.
     adds_bos = fields.get("add_bos_token", model == "llama" or pre in LLAMA3_NAMES)
-    adds_eos = fields.get("add_eos_token", False)
-    before = ["bos_token"] if adds_bos else []
-    after = ["eos_token"] if adds_eos else []
+    before = [special["bos_token"]] if adds_bos else []
+    after = [special["eos_token"]] if fields.get("add_eos_token", False) else []
     if before or after:
-        template = [special[role] for role in before] + ["$A"] + [special[role] for role in after]
-        ids = [(special[role], metadata[PREFIX + ROLES[role]]) for role in before + after]
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+        ids = [(token, backend.token_to_id(token)) for token in before + after]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after], special_tokens=ids
+        )
     return Tokenizer(backend, special, metadata.get("tokenizer.chat_template"), str(path))
 
 

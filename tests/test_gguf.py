@@ -5,6 +5,7 @@ Files that are damaged or not supported are rejected.
 
 import builtins
 import json
+import os
 import struct
 
 import numpy as np
@@ -68,47 +69,44 @@ BYTE_LEVEL = {
 
 def permute(array, heads):
     """As in llama.cpp's convert_hf_to_gguf.py (LlamaModel.permute)."""
-    return (
-        array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(array.shape)
-    )
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def gguf_tensors(arrays):
+    """Hugging Face tensors under llama.cpp's names, and in its order of rotary pairs."""
     result = {}
     for name, array in arrays.items():
+        prefix = ""
         stem, _, suffix = name.rpartition(".")
-        *layer, stem = stem.split(".", 3) if stem.startswith("model.layers") else [stem]
-        array = (
-            permute(array, 4)
-            if "q_proj" in stem
-            else permute(array, 2)
-            if "k_proj" in stem
-            else array
-        )
-        result[(f"blk.{layer[2]}." if layer else "") + f"{NAMES[stem]}.{suffix}"] = array
+        if stem.startswith("model.layers."):
+            _, _, layer, stem = stem.split(".", 3)
+            prefix = f"blk.{layer}."
+        if "q_proj" in stem:
+            array = permute(array, 4)
+        if "k_proj" in stem:
+            array = permute(array, 2)
+        result[f"{prefix}{NAMES[stem]}.{suffix}"] = array
     return result
 
 
 def write(path, tensors, kind="F32", architecture="llama", keys=None, tokenizer=None):
     """A GGUF file; matrices are stored as `kind`, vectors as float32, as llama.cpp does."""
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (KEYS | (keys or {})).items():
-        if value is not None:
-            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[
-                type(value)
-            ](f"{architecture}.{key}", value)
+    fields = {f"{architecture}.{key}": value for key, value in (KEYS | (keys or {})).items()}
     for key, value in (tokenizer or {}).items():
-        adders = {
-            list: writer.add_array,
-            int: writer.add_uint32,
-            str: writer.add_string,
-            bool: writer.add_bool,
-        }
-        adders[type(value)](
-            f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}", value
-        )
+        prefix = "tokenizer" if key == "chat_template" else "tokenizer.ggml"
+        fields[f"{prefix}.{key}"] = value
+    adders = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        bool: writer.add_bool,
+        list: writer.add_array,
+    }
+    for key, value in fields.items():
+        if value is not None:
+            adders[type(value)](key, value)
     for name, array in tensors.items():
         if array.ndim < 2:
             writer.add_tensor(name, array.astype(np.float32))
@@ -134,7 +132,7 @@ def byte_level_tokenizer():
     }
 
 
-def refused(path, *words):
+def check_rejected(path, *words):
     """Conversion fails with one line that has all `words`, and nothing is written."""
     before = sorted(path.parent.iterdir())
     with pytest.raises(SpecJAXError) as caught:
@@ -155,8 +153,8 @@ def test_same_parameters_as_the_hugging_face_folder(tmp_path, kind, config):
     path = write(
         tmp_path / "model.gguf", gguf_tensors(arrays), kind, tokenizer=byte_level_tokenizer()
     )
-    opened = checkpoint.convert(path, tmp_path / "ours")
-    assert opened.dtype == KINDS[kind]
+    reader = checkpoint.convert(path, tmp_path / "ours")
+    assert reader.dtype == KINDS[kind]
     # Rows move as a whole, so that quantising a row gives the same numbers on either side.
     type_ = gguf.GGMLQuantizationType[kind]
     stored = {
@@ -236,40 +234,38 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path):
     "factors",
     [llama3_factors(8.0, original=4096), llama3_factors(8.0)[:-1], np.full(8, 2.0, np.float32)],
 )
-def test_other_rope_factors_are_refused(tmp_path, factors):
+def test_other_rope_factors_are_rejected(tmp_path, factors):
     tensors = gguf_tensors(folders.tensors(CONFIG)) | {"rope_freqs.weight": factors}
-    refused(
+    check_rejected(
         write(tmp_path / "model.gguf", tensors, keys={"rope.freq_base": 500000.0}),
         "rope_freqs.weight",
     )
 
 
-def test_linear_rope(tmp_path):
-    tensors = gguf_tensors(folders.tensors(CONFIG))
-    for i, (keys, rope) in enumerate(
-        [
-            (
-                {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-                RopeConfig(500.0, "linear", 4.0),
-            ),
-            ({"rope.scale_linear": 2.0}, RopeConfig(500.0, "linear", 2.0)),
-            ({"rope.scaling.type": "none"}, RopeConfig(500.0)),
-            ({"rope.freq_base": None}, RopeConfig(10000.0)),
-        ]
-    ):
-        assert (
-            checkpoint.open_source(write(tmp_path / f"{i}.gguf", tensors, keys=keys)).config.rope
-            == rope
-        )
-    refused(
-        write(
-            tmp_path / "both.gguf",
-            tensors | {"rope_freqs.weight": llama3_factors(8.0)},
-            keys={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            RopeConfig(500.0, "linear", 4.0),
         ),
-        "rope_freqs.weight",
-        "linear",
-    )
+        ({"rope.scale_linear": 2.0}, RopeConfig(500.0, "linear", 2.0)),
+        ({"rope.scaling.type": "none"}, RopeConfig(500.0)),
+        ({"rope.freq_base": None}, RopeConfig(10000.0)),
+    ],
+)
+def test_linear_rope(tmp_path, keys, rope):
+    tensors = gguf_tensors(folders.tensors(CONFIG))
+    path = write(tmp_path / "model.gguf", tensors, keys=keys)
+    assert checkpoint.open_source(path).config.rope == rope
+
+
+def test_linear_rope_with_the_factors_of_llama3_is_rejected(tmp_path):
+    tensors = gguf_tensors(folders.tensors(CONFIG))
+    tensors["rope_freqs.weight"] = llama3_factors(8.0)
+    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    path = write(tmp_path / "both.gguf", tensors, keys=keys)
+    check_rejected(path, "rope_freqs.weight", "linear")
 
 
 def test_bad_files(tmp_path):
@@ -278,7 +274,7 @@ def test_bad_files(tmp_path):
     number = iter(range(100))
 
     def bad(*words, tensors=tensors, **options):
-        refused(write(tmp_path / f"{next(number)}.gguf", tensors, **options), *words)
+        check_rejected(write(tmp_path / f"{next(number)}.gguf", tensors, **options), *words)
 
     bad("'qwen2'", architecture="qwen2")
     bad("'yarn'", keys={"rope.scaling.type": "yarn"})
@@ -315,7 +311,7 @@ def test_bad_files(tmp_path):
     for keep in (0, 100, 5000, -500):
         path = write(tmp_path / f"cut{keep}.gguf", tensors)
         path.write_bytes(path.read_bytes()[:keep])
-        refused(path, "truncated")
+        check_rejected(path, "truncated")
 
 
 def set_offset(path, tensor, offset):
@@ -344,7 +340,7 @@ def test_offsets_of_tensors(tmp_path, offset, words):
     path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)))
     name = "blk.1.ffn_up.weight"
     set_offset(path, name, offset)
-    refused(path, name, *words)
+    check_rejected(path, name, *words)
 
 
 def test_tensors_may_be_anywhere_in_the_file(tmp_path):
@@ -397,7 +393,18 @@ HUGE = {
 def test_sizes_in_headers_are_compared_with_the_file(tmp_path, content):
     (tmp_path / "model.gguf").write_bytes(content)
     with limits():
-        refused(tmp_path / "model.gguf")
+        check_rejected(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    "content", [raw_file(array(0, 2**31)), raw_file(array(8, 2**28)), raw_file(text("a", 2**31))]
+)
+def test_sizes_in_headers_of_large_files_are_limited(tmp_path, content):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    os.truncate(path, 2**32)  # a sparse file
+    with limits():
+        check_rejected(path, "is not supported; at most")
 
 
 @pytest.mark.parametrize(
@@ -412,7 +419,7 @@ def test_sizes_in_headers_are_compared_with_the_file(tmp_path, content):
 def test_sizes_of_the_model_are_compared_with_the_tensors(tmp_path, keys, words):
     path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)), keys=keys)
     with limits():
-        refused(path, *words)
+        check_rejected(path, *words)
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 2**31])
@@ -423,7 +430,7 @@ def test_alignment(tmp_path, alignment):
     (num_fields,) = struct.unpack_from("<Q", data, 16)
     struct.pack_into("<Q", data, 16, num_fields + 1)
     path.write_bytes(data[:24] + field + data[24:])
-    refused(path)
+    check_rejected(path)
 
 
 def test_without_the_gguf_package(tmp_path, monkeypatch):
@@ -457,7 +464,7 @@ def test_an_eos_token_that_can_never_be_emitted_is_rejected(tmp_path):
         gguf_tensors(folders.tensors(CONFIG)),
         tokenizer=byte_level_tokenizer() | {"eot_token_id": 267},
     )
-    refused(path, "token 267 can never be emitted", "the tokenizer has 267 tokens")
+    check_rejected(path, "token 267 can never be emitted", "the tokenizer has 267 tokens")
 
 
 @pytest.mark.parametrize("text", gguf_tokenizer.END_OF_GENERATION)

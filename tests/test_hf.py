@@ -26,7 +26,7 @@ LLAMA3 = {
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-def refused(folder, *words):
+def check_rejected(folder, *words):
     """Loading and converting `folder` fail with one line that has all `words`, and nothing is
     written."""
     folder = pathlib.Path(folder)
@@ -165,7 +165,7 @@ def test_rope_in_every_spelling(tmp_path, fields, rope):
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope", "su", "made_up"])
 def test_unknown_rope_type(tmp_path, kind):
-    refused(
+    check_rejected(
         folders.write_folder(tmp_path / "hf", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}),
         "config.json",
         repr(kind),
@@ -229,9 +229,9 @@ def test_optional_fields(tmp_path):
         ),
     ],
 )
-def test_configurations_that_are_refused(tmp_path, config, words):
+def test_configurations_that_are_rejected(tmp_path, config, words):
     arrays = folders.tensors({})
-    refused(folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
+    check_rejected(folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_missing_field_is_not_guessed(tmp_path, field):
     config = json.loads((folder / "config.json").read_text())
     del config[field]
     (folder / "config.json").write_text(json.dumps(config))
-    refused(folder, field, "missing")
+    check_rejected(folder, field, "missing")
 
 
 @pytest.mark.parametrize(
@@ -251,14 +251,16 @@ def test_a_missing_field_is_not_guessed(tmp_path, field):
 def test_corrupt_json(tmp_path, file):
     folder = folders.write_folder(tmp_path / "hf", shards=2)
     (folder / file).write_text('{"a": ')
-    refused(folder, file)
+    check_rejected(folder, file)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_missing_tensor(tmp_path, shards):
     arrays = folders.tensors({})
     del arrays[Q]
-    refused(folders.write_folder(tmp_path / "hf", arrays=arrays, shards=shards), Q, "missing")
+    check_rejected(
+        folders.write_folder(tmp_path / "hf", arrays=arrays, shards=shards), Q, "missing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,18 +268,18 @@ def test_missing_tensor(tmp_path, shards):
 )
 def test_surplus_tensor(tmp_path, name):
     arrays = folders.tensors({}) | {name: np.zeros(3, np.float32)}
-    refused(folders.write_folder(tmp_path / "hf", arrays=arrays), name, "surplus")
+    check_rejected(folders.write_folder(tmp_path / "hf", arrays=arrays), name, "surplus")
 
 
 def test_misshapen_tensor(tmp_path):
     arrays = folders.tensors({}) | {Q: np.zeros((16, 32), np.float32)}
-    refused(folders.write_folder(tmp_path / "hf", arrays=arrays), Q, "[16, 32]", "[32, 32]")
+    check_rejected(folders.write_folder(tmp_path / "hf", arrays=arrays), Q, "[16, 32]", "[32, 32]")
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float64])
 def test_dtype_that_is_not_supported(tmp_path, dtype):
     arrays = folders.tensors({}) | {Q: np.zeros((32, 32), dtype)}
-    refused(
+    check_rejected(
         folders.write_folder(tmp_path / "hf", arrays=arrays),
         Q,
         {np.int8: "I8", np.float64: "F64"}[dtype],
@@ -289,37 +291,37 @@ def test_truncated_file(tmp_path, keep):
     folder = folders.write_folder(tmp_path / "hf")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    refused(folder, path, "truncated")
+    check_rejected(folder, path, "truncated")
 
 
 def test_shards_and_index_must_agree(tmp_path):
     second = "model-00002-of-00002.safetensors"
     folder = folders.write_folder(tmp_path / "absent" / "hf", shards=2)
     (folder / second).unlink()
-    refused(folder, second, "not in the folder")
+    check_rejected(folder, second, "not in the folder")
 
     folder = folders.write_folder(tmp_path / "unlisted" / "hf", shards=2)
     index = json.loads((folder / hf.INDEX).read_text())["weight_map"]
     kept = {name: file for name, file in index.items() if file != second}
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": kept}))
-    refused(folder, second, "missing from the index")
+    check_rejected(folder, second, "missing from the index")
 
     folder = folders.write_folder(tmp_path / "no_index" / "hf", shards=2)
     (folder / hf.INDEX).unlink()
-    refused(folder, hf.INDEX)
+    check_rejected(folder, hf.INDEX)
 
     folder = folders.write_folder(tmp_path / "moved" / "hf", shards=2)
     other = ({"model-00001-of-00002.safetensors", second} - {index[Q]}).pop()
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": index | {Q: other}}))
-    refused(folder, Q)
+    check_rejected(folder, Q)
 
     folder = folders.write_folder(tmp_path / "outside" / "hf", shards=2)
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": index | {Q: "../model.safetensors"}}))
-    refused(folder, Q, "../model.safetensors")
+    check_rejected(folder, Q, "../model.safetensors")
 
     (tmp_path / "none" / "hf").mkdir(parents=True)
     (tmp_path / "none" / "hf" / "config.json").write_text(json.dumps(folders.CONFIG))
-    refused(tmp_path / "none" / "hf", "no safetensors weights")
+    check_rejected(tmp_path / "none" / "hf", "no safetensors weights")
 
 
 def test_tied_models_may_carry_an_equal_head_only(tmp_path):
@@ -330,7 +332,7 @@ def test_tied_models_may_carry_an_equal_head_only(tmp_path):
     assert "lm_head_VD" not in checkpoint.load(folder).params
     equal["lm_head.weight"][-1, -1] += 1
     folder = folders.write_folder(tmp_path / "other" / "hf", config, equal)
-    refused(folder, "lm_head.weight", "tie_word_embeddings")
+    check_rejected(folder, "lm_head.weight", "tie_word_embeddings")
 
 
 def test_rotary_buffers_are_ignored(tmp_path):
@@ -373,7 +375,7 @@ def test_negative_eos_ids_mean_none(tmp_path):
 def test_an_eos_token_that_can_never_be_emitted_is_rejected(tmp_path, eos_id, tokenizer, words):
     config = {"eos_token_id": [1, eos_id]}
     folder = folders.write_folder(tmp_path / "hf", config, tokenizer=tokenizer)
-    refused(folder, folder, f"token {eos_id} can never be emitted", *words)
+    check_rejected(folder, folder, f"token {eos_id} can never be emitted", *words)
 
 
 def test_an_eos_token_of_added_tokens_decoder_can_be_emitted(tmp_path):
@@ -409,7 +411,7 @@ def test_sizes_in_safetensors_headers_are_compared_with_the_file(tmp_path, conte
     folder = folders.write_folder(tmp_path / "hf")
     (folder / "model.safetensors").write_bytes(content)
     with limits():
-        refused(folder, "model.safetensors", "truncated or not a safetensors file")
+        check_rejected(folder, "model.safetensors", "truncated or not a safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -426,7 +428,7 @@ def test_sizes_in_config_json_are_compared_with_the_tensors(tmp_path, field, wor
     config = {field: 5 * 10**7}
     folder = folders.write_folder(tmp_path / "hf", config, folders.tensors({}))
     with limits():
-        refused(folder, *words)
+        check_rejected(folder, *words)
 
 
 def test_the_number_of_parameters_is_counted_without_a_table():
@@ -449,7 +451,7 @@ def test_dangling_links_are_named(tmp_path, file):
         (folder / "model.safetensors").unlink()
     (folder / file).unlink(missing_ok=True)
     (folder / file).symlink_to("../blobs/gone")
-    refused(folder, folder / file, "is a link to ../blobs/gone, which does not exist")
+    check_rejected(folder, folder / file, "is a link to ../blobs/gone, which does not exist")
 
 
 def test_a_dangling_link_to_a_shard_is_named(tmp_path):
@@ -457,7 +459,7 @@ def test_a_dangling_link_to_a_shard_is_named(tmp_path):
     shard = folder / "model-00002-of-00002.safetensors"
     shard.unlink()
     shard.symlink_to("../blobs/gone")
-    refused(folder, shard, "is a link to ../blobs/gone, which does not exist")
+    check_rejected(folder, shard, "is a link to ../blobs/gone, which does not exist")
 
 
 def test_dtypes_of_loaded_parameters(tmp_path):

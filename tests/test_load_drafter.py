@@ -77,9 +77,7 @@ class TestPaths:
 
 def test_an_end_of_sequence_id_that_is_never_emitted(tmp_path):
     folder = write_model(tmp_path / "model", eos_token_id=[1, 270])
-    message = (
-        "the end-of-sequence id 270 can never be emitted; the tokenizer's ids range from 0 to 266"
-    )
+    message = "end-of-sequence token 270 can never be emitted: the tokenizer has 267 tokens"
     with pytest.raises(SpecJAXError, match=f"{folder}: {message}"):
         specjax.load(folder)
     none = write_model(tmp_path / "none", eos_token_id=-1)  # some configurations say so

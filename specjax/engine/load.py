@@ -62,7 +62,9 @@ class Model:
     @property
     def num_valid_tokens(self) -> int:
         """Number of ids that the model may emit; ids from there on pad the embedding."""
-        return _num_valid_tokens(self.config, self.tokenizer)
+        if self.tokenizer is None:
+            return self.config.vocab_size
+        return min(self.tokenizer.vocab_size, self.config.vocab_size)
 
     def runtime(self, page_size: int = 64, implementation: str | None = None) -> Runtime:
         """Returns how this model runs; see `config.Runtime`."""
@@ -97,29 +99,10 @@ class LoadedDraft(Protocol):
 def open_source(path: str | os.PathLike) -> table.CheckpointReader:
     """Checks a checkpoint of any format by its headers, without reading its data.
 
-    EOS ids outside the vocabulary are dropped: some configurations use -1 for "none".
-
     Raises:
       SpecJAXError: for a checkpoint that cannot be used, naming the file or tensor at fault.
     """
-    source = files.expand(path)
-    opened = _open(source)
-    vocab_size = opened.config.vocab_size
-    eos_ids = tuple(token for token in opened.eos_ids if 0 <= token < vocab_size)
-    num_valid = _num_valid_tokens(opened.config, opened.tokenizer)
-    for token in eos_ids:
-        if token >= num_valid:
-            raise SpecJAXError(
-                f"{source}: the end-of-sequence id {token} can never be emitted; the tokenizer's "
-                f"ids range from 0 to {num_valid - 1}"
-            )
-    return opened._replace(eos_ids=eos_ids)
-
-
-def _num_valid_tokens(config: LlamaConfig, tokenizer: Tokenizer | None) -> int:
-    if tokenizer is None:
-        return config.vocab_size
-    return min(tokenizer.vocab_size, config.vocab_size)
+    return _open(files.expand(path))
 
 
 def _open(source: pathlib.Path) -> table.CheckpointReader:
