@@ -1,4 +1,4 @@
-"""What a round costs in plain steps, and the speedup that this and the acceptance predict."""
+"""The cost of a round in plain steps, and the speedup that cost and acceptance predict."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ import numpy as np
 
 from specjax import decode, parallel, sampling
 from specjax.bench import timing
+from specjax.bench.setup import Setup
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.engine import generate as generation
-from specjax.engine.load import Model
 from specjax.engine.metrics import Acceptance, expected_tokens
 
 ROUNDS = 8  # in a call
+PREFILL_CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of a round, in plain steps.
+    """Costs of a round, in plain steps.
 
     Attributes:
       plain_seconds: a plain step.
       draft: c, what the drafter adds to a round, its own bookkeeping included, divided by K.
       verify: v, the target's pass over K + 1 tokens, verification and bookkeeping included.
-      call_seconds: what a call of the loop costs besides its rounds: the host's part.
+      call_seconds: cost of a call of the loop besides its rounds: the host's part.
     """
 
     plain_seconds: float
@@ -40,8 +41,8 @@ class Costs:
 
 
 @functools.lru_cache
-def free(K: int) -> Drafter:
-    """A drafter that costs nothing, and whose guesses are mostly wrong."""
+def zero_cost_drafter(K: int) -> Drafter:
+    """A drafter that costs nothing and whose drafts are mostly wrong."""
 
     def propose(params, state, context, draw):
         return Draft(jnp.zeros((len(context.length_B), K), jnp.int32)), state
@@ -49,8 +50,8 @@ def free(K: int) -> Drafter:
     return Drafter(K, propose)
 
 
-def eager(drafter: Drafter) -> Drafter:
-    """The drafter, all of whose guesses are taken for real."""
+def always_draft(drafter: Drafter) -> Drafter:
+    """The drafter, with all of its drafts counted as real."""
 
     def propose(params, state, context, draw):
         draft, state = drafter.propose(params, state, context, draw)
@@ -60,96 +61,86 @@ def eager(drafter: Drafter) -> Drafter:
 
 
 def measure(
-    target: Model,
+    setup: Setup,
     K: int,
-    parts: Sequence[tuple[Drafter, Any]],
+    drafters: Sequence[tuple[Drafter, Any]],
     *,
     batch_size: int,
     length: int,
     temperature: float,
-    verify: str,
-    page_size: int,
-    implementation: str | None,
     repeats: int,
 ) -> Costs:
-    """Times plain steps, rounds of a drafter that costs nothing, and rounds of real ones, in turn;
-    `ROUNDS` of each in a call, so that what calling costs counts as little as in decoding.
+    """Times plain steps, rounds of a drafter that costs nothing and rounds of real ones, in turn.
+
+    A call runs `ROUNDS` rounds, so that the cost of calling counts as little as in decoding.
 
     Args:
-      target: the model.
+      setup: the target and how it is run.
       K: drafts per round.
-      parts: drafters and their parameters. Each is timed alone, running in every round, and what
-        they cost is added.
+      drafters: drafters and their parameters. Each is timed alone, running in every round, and
+        their costs are added.
       batch_size: rows.
       length: tokens of each row at the start.
       temperature: of all rows; 0 is greedy.
-      verify, page_size, implementation: see `DecodeConfig`.
       repeats: of which the median counts.
     """
+    target = setup.target
     positions = generation.bucket(length + ROUNDS * (K + 1))
-    rows = np.full(batch_size, 1)
-    tokens_BS = (
-        np.random.default_rng(0)
-        .integers(0, target.num_valid_tokens, (batch_size, positions))
-        .astype(np.int32)
+    rng = np.random.default_rng(0)
+    tokens_BS = rng.integers(0, target.num_valid_tokens, (batch_size, positions))
+    temperature_B = np.full(batch_size, temperature, np.float32) if temperature else None
+    host_arrays = (
+        tokens_BS.astype(np.int32),
+        np.full(batch_size, length, np.int32),
+        np.full(batch_size, positions, np.int32),
+        np.full((batch_size, 1), -1, np.int32),
+        sampling.SamplingArrays(np.zeros(batch_size, np.uint32), temperature_B),
     )
-    noise = sampling.SamplingArrays(
-        (0 * rows).astype(np.uint32),
-        np.full(batch_size, temperature, np.float32) if temperature else None,
-    )
-    arrays = parallel.put(
-        (
-            tokens_BS,
-            (length * rows).astype(np.int32),
-            (positions * rows).astype(np.int32),
-            np.full((batch_size, 1), -1, np.int32),
-            noise,
-        ),
-        target.mesh,
-    )
+    arrays = parallel.put(host_arrays, target.mesh)
 
     def rounds(drafter, params=None, count=ROUNDS):
-        cfg = DecodeConfig(
+        config = DecodeConfig(
             target.config,
             drafter,
-            verify,
+            setup.verify,
             target.num_valid_tokens,
-            page_size,
-            implementation,
+            setup.page_size,
+            setup.implementation,
             target.mesh,
         )
         limit = parallel.put(np.int32(count), target.mesh)
-        start = decode.init_jit(target.params, params, cfg, *arrays, 64)
+        start = decode.init_jit(target.params, params, config, *arrays, PREFILL_CHUNK)
 
         def prepare():
-            state = jax.block_until_ready(
-                jax.tree.map(jnp.copy, start)
-            )  # the loop takes over its buffers
-            return lambda: decode.generate_jit(target.params, params, cfg, state, limit)
+            copy = jax.tree.map(jnp.copy, start)  # the loop takes over its buffers
+            state = jax.block_until_ready(copy)
+            return lambda: decode.generate_jit(target.params, params, config, state, limit)
 
         return prepare
 
-    times = timing.interleaved(
-        {
-            "plain": rounds(None),
-            "one": rounds(None, count=1),
-            "verify": rounds(free(K)),
-            **{i: rounds(eager(drafter), params) for i, (drafter, params) in enumerate(parts)},
-        },
-        repeats,
-    )
-    plain, one, verify, *drafting = times.values()
+    timed = {
+        "plain": rounds(None),
+        "one": rounds(None, count=1),
+        "verify": rounds(zero_cost_drafter(K)),
+    }
+    for i, (drafter, params) in enumerate(drafters):
+        timed[f"drafter {i}"] = rounds(always_draft(drafter), params)
+    plain, one, verify, *drafting = timing.interleaved(timed, repeats).values()
     return Costs(
-        plain / ROUNDS,
-        sum(seconds - verify for seconds in drafting) / K / plain,
-        verify / plain,
-        one - plain / ROUNDS,
+        plain_seconds=plain / ROUNDS,
+        draft=sum(seconds - verify for seconds in drafting) / K / plain,
+        verify=verify / plain,
+        call_seconds=one - plain / ROUNDS,
     )
 
 
 def predicted_speedup(stats: Acceptance, costs: Costs, K: int) -> float:
-    """(1 - α^(K+1)) / ((1 - α)(K c + v)), the standard formula (Leviathan et al. 2023, theorem
-    3.8), where rounds in which the drafter had nothing to say count as plain steps."""
+    """Speedup by (1 - α^(K+1)) / ((1 - α)(K c + v)) (Leviathan et al. 2023, theorem 3.8).
+
+    Rounds in which the drafter had no proposal count as plain steps.
+    """
     share = stats.rounds_with_drafts / stats.num_rounds
-    tokens = share * expected_tokens(stats.rate, K) + (1 - share) if share else 1.0
+    if not share:
+        return 1.0
+    tokens = share * expected_tokens(stats.rate, K) + (1 - share)
     return tokens / (share * (K * costs.draft + costs.verify) + (1 - share))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh
+from rich.table import Table
 
 from specjax import files, llama, parallel
 from specjax.checkpoints_convert import hf, orbax
@@ -18,6 +19,7 @@ from specjax.config import LlamaConfig
 from specjax.engine import generate as generation
 from specjax.engine import metrics
 from specjax.errors import SpecJAXError
+from specjax.report import tables
 
 
 class Gpu(NamedTuple):
@@ -66,18 +68,17 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `make` finds. Bytes and seconds are those of one device, the batch is that of all of
-    them together.
+    """The result of `make`. Bytes and seconds are of one device, the batch is of all devices.
 
     Attributes:
-      target, draft, both: what the device holds of the models; of a draft model that is not there,
-        nothing.
+      target, draft, both: what the device holds of the models; nothing of a draft model if there is
+        none.
       reserve: bytes for the logits of a round and for the widest activations of a chunk of the
         prompts.
       kv_tokens: tokens whose KV, of both models, fits beside the weights and the reserve.
       plain, verify: the target's pass over 1 token and over K + 1 tokens of each sequence.
       drafting: the draft model's pass over 1 token; takes no time without a draft model.
-      overhead: seconds that a pass of the target lasts beyond its roofline; 0 unless it was measured.
+      overhead: seconds that a pass of the target takes beyond its roofline; 0 unless measured.
       batch_size: sequences.
       num_speculative_tokens: K.
     """
@@ -104,7 +105,17 @@ class Plan:
         2023, theorem 3.8)."""
         K = self.num_speculative_tokens
         seconds = K * self.drafting.roofline + self.verify.roofline + self.overhead
-        return metrics.expected_tokens(rate, K) * (self.plain.roofline + self.overhead) / seconds
+        tokens = metrics.expected_tokens(rate, K)
+        return tokens * (self.plain.roofline + self.overhead) / seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A model of a plan: its shape, the number of its shards, and what a device holds of it."""
+
+    config: LlamaConfig
+    shards: int
+    share: Share
 
 
 def make(
@@ -125,16 +136,78 @@ def make(
     """A plan for sequences of `context` tokens each. The arguments are those of `specjax plan`.
 
     Raises:
-      SpecJAXError: models that do not go together, degrees that do not work, or what does not fit.
+      SpecJAXError: models that do not go together, degrees that do not work, or models that do not
+        fit.
     """
-    mesh = AbstractMesh(
-        parallel.mesh_shape(tensor_parallel, draft_tensor_parallel, data_parallel),
-        parallel.MESH_AXES,
-    )
     if not 0 < gpu_memory_utilization <= 1:
         raise SpecJAXError(
             f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization:g}"
         )
+    shape = parallel.mesh_shape(tensor_parallel, draft_tensor_parallel, data_parallel)
+    mesh = AbstractMesh(shape, parallel.MESH_AXES)
+    _check_draft(target, draft, draft_tensor_parallel)
+    models = {"target": _model(target, mesh, "target", dtype)}
+    if draft:
+        models["draft"] = _model(draft, mesh, "draft", dtype)
+    nothing = Share()
+    shares = {
+        "target": models["target"].share,
+        "draft": models["draft"].share if draft else nothing,
+    }
+    both = Share(*map(sum, zip(*shares.values(), strict=True)))
+    K, rows = num_speculative_tokens, -(-batch_size // data_parallel)
+    kv_needed = rows * context
+    reserve = _reserve(models, K, rows, context)
+    usable = gpu_memory_utilization * gpu.memory
+    kv_tokens = math.floor((usable - both.weights - reserve) / both.kv_per_token)
+    if kv_tokens < kv_needed:
+        needed = {
+            "weights of the target": shares["target"].weights,
+            "of the draft model": shares["draft"].weights,
+            "logits and activations": reserve,
+            f"KV of {rows} x {context} tokens": kv_needed * both.kv_per_token,
+        }
+        listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.items())
+        raise SpecJAXError(
+            f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, but "
+            f"{sum(needed.values()) / 1e9:.2f} GB are needed: {listed}"
+        )
+
+    def step(role: str, tokens: int) -> Step:
+        model = models[role]
+        config, share = model.config, model.share
+        heads = config.num_layers * config.num_heads // model.shards
+        scores_and_mixture = 4 * heads * config.head_dim * context
+        flops = rows * tokens * (2 * share.read / dtype.itemsize + scores_and_mixture)
+        read = share.read + kv_needed * share.kv_per_token
+        return Step(read / gpu.bandwidth, flops / gpu.flops)
+
+    plain, overhead = step("target", 1), 0.0
+    if plain_tokens_per_second is not None:
+        overhead = batch_size / plain_tokens_per_second - plain.roofline
+        if not overhead >= 0:
+            raise SpecJAXError(
+                f"plain_tokens_per_second={plain_tokens_per_second:g} is above what the roofline "
+                f"of a step allows, {batch_size / plain.roofline:.1f}"
+            )
+    return Plan(
+        target=shares["target"],
+        draft=shares["draft"],
+        both=both,
+        reserve=reserve,
+        kv_tokens=kv_tokens,
+        plain=plain,
+        verify=step("target", K + 1),
+        drafting=step("draft", 1) if draft else Step(),
+        overhead=overhead,
+        batch_size=batch_size,
+        num_speculative_tokens=K,
+    )
+
+
+def _check_draft(
+    target: LlamaConfig, draft: LlamaConfig | None, draft_tensor_parallel: int
+) -> None:
     if draft is None and draft_tensor_parallel > 1:
         raise SpecJAXError(
             f"draft_tensor_parallel={draft_tensor_parallel}, but there is no draft model"
@@ -143,83 +216,99 @@ def make(
         raise SpecJAXError(
             f"the target has {target.vocab_size} tokens and the draft model {draft.vocab_size}"
         )
-    models = {"target": target} | ({"draft": draft} if draft else {})
-    shards = {role: parallel.degree(mesh, role) for role in models}
-    shares = {"draft": Share()} | {
-        role: _share(cfg, mesh, role, dtype) for role, cfg in models.items()
-    }
-    both = Share(*map(sum, zip(*shares.values(), strict=True)))
-    K, rows = num_speculative_tokens, -(-batch_size // data_parallel)
-    kv_needed = rows * context
-
-    # In float32, as matrix products give them: every model's logits, and the two halves of a
-    # feed-forward layer.
-    logits = sum(
-        (K + (role == "target")) * cfg.vocab_size // shards[role] for role, cfg in models.items()
-    )
-    widest = max(2 * cfg.intermediate_size // shards[role] for role, cfg in models.items())
-    reserve = 4 * rows * (logits + generation.prefill_chunk(context) * widest)
-    usable = gpu_memory_utilization * gpu.memory
-    kv_tokens = math.floor((usable - both.weights - reserve) / both.kv_per_token)
-    if kv_tokens < kv_needed:
-        parts = {
-            "weights of the target": shares["target"].weights,
-            "of the draft model": shares["draft"].weights,
-            "logits and activations": reserve,
-            f"KV of {rows} x {context} tokens": kv_needed * both.kv_per_token,
-        }
-        listed = ", ".join(f"{what} {count / 1e9:.2f}" for what, count in parts.items())
-        raise SpecJAXError(
-            f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, and needed are "
-            f"{sum(parts.values()) / 1e9:.2f} GB: {listed}"
-        )
-
-    def step(role: str, tokens: int) -> Step:
-        cfg, share = models[role], shares[role]
-        scores_and_mixture = (
-            4 * cfg.num_layers * cfg.num_heads // shards[role] * cfg.head_dim * context
-        )
-        flops = rows * tokens * (2 * share.read / dtype.itemsize + scores_and_mixture)
-        return Step(
-            (share.read + kv_needed * share.kv_per_token) / gpu.bandwidth, flops / gpu.flops
-        )
-
-    plain, overhead = step("target", 1), 0.0
-    if plain_tokens_per_second is not None:
-        overhead = batch_size / plain_tokens_per_second - plain.roofline
-        if not overhead >= 0:
-            raise SpecJAXError(
-                f"plain_tokens_per_second={plain_tokens_per_second:g} is above what the roofline of a step "
-                f"allows, {batch_size / plain.roofline:.1f}"
-            )
-    return Plan(
-        shares["target"],
-        shares["draft"],
-        both,
-        reserve,
-        kv_tokens,
-        plain,
-        step("target", K + 1),
-        step("draft", 1) if draft else Step(),
-        overhead,
-        batch_size,
-        K,
-    )
 
 
-def _share(cfg: LlamaConfig, mesh: AbstractMesh, role: str, dtype: np.dtype) -> Share:
+def _model(config: LlamaConfig, mesh: AbstractMesh, role: str, dtype: np.dtype) -> _Model:
     shards = parallel.degree(mesh, role)
-    parallel.check(cfg, shards, role)
-    params = llama.abstract_params(cfg, dtype)
-    sizes = jax.tree.map(
-        lambda array, split: math.prod(split.shard_shape(array.shape)) * dtype.itemsize,
-        params,
-        parallel.shardings(params, mesh, role),
-    )
+    parallel.check(config, shards, role)
+    params = llama.abstract_params(config, dtype)
+
+    def size(array, sharding) -> int:
+        return math.prod(sharding.shard_shape(array.shape)) * dtype.itemsize
+
+    sizes = jax.tree.map(size, params, parallel.shardings(params, mesh, role))
     weights = sum(jax.tree.leaves(sizes))
     unread = sizes["embed_VD"] if "lm_head_VD" in sizes else 0
-    kv_per_token = 2 * cfg.num_layers * cfg.num_kv_heads // shards * cfg.head_dim * dtype.itemsize
-    return Share(weights, weights - unread, kv_per_token)
+    kv_heads = config.num_layers * config.num_kv_heads // shards
+    kv_per_token = 2 * kv_heads * config.head_dim * dtype.itemsize
+    return _Model(config, shards, Share(weights, weights - unread, kv_per_token))
+
+
+def _reserve(models: dict[str, _Model], K: int, rows: int, context: int) -> int:
+    """Bytes of every model's logits and of the two halves of a feed-forward layer, in float32."""
+    logits, widest = 0, 0
+    for role, model in models.items():
+        num_logits = K + (role == "target")
+        logits += num_logits * model.config.vocab_size // model.shards
+        widest = max(widest, 2 * model.config.intermediate_size // model.shards)
+    return 4 * rows * (logits + generation.prefill_chunk(context) * widest)
+
+
+def memory_table(plan: Plan, devices: str, utilization: float) -> Table:
+    """What each device holds."""
+    shares = (plan.target, plan.draft, plan.both)
+    weights = [f"{share.weights / 1e9:.2f} GB" for share in shares]
+    kv_bytes = [f"{share.kv_per_token:,}" for share in shares]
+    return tables.table(
+        f"memory of each of {devices}",
+        ("", "target", "draft", "both"),
+        [
+            ("weights", *weights),
+            ("KV bytes per token", *kv_bytes),
+            ("logits and activations", "", "", f"{plan.reserve / 1e9:.2f} GB"),
+            (f"tokens of KV that fit at {utilization:g}", "", "", f"{plan.kv_tokens:,}"),
+        ],
+    )
+
+
+def pass_table(plan: Plan, cache: str) -> Table:
+    """The least time of each pass."""
+    passes = {
+        "target, 1 token": plan.plain,
+        f"target, {plan.num_speculative_tokens + 1} tokens": plan.verify,
+        "draft, 1 token": plan.drafting,
+    }
+    lines = []
+    for name, step in passes.items():
+        times = (step.reading, step.computing, step.roofline)
+        lines.append((name, *map(_milliseconds, times)))
+    title = f"a pass, {cache} tokens in the cache"
+    return tables.table(title, ("", "reading", "computing", "roofline"), lines)
+
+
+def speedup_table(plan: Plan, rates: list[float]) -> Table:
+    """The predicted speedup for each acceptance."""
+    K = plan.num_speculative_tokens
+    lines = []
+    for rate in rates:
+        speedup = plan.speedup(rate)
+        lines.append(
+            (
+                f"α = {rate:g}",
+                f"{metrics.expected_tokens(rate, K):.2f}",
+                f"{speedup:.2f}x",
+                f"{speedup * plan.tokens_per_second:.1f}",
+            )
+        )
+    title = f"predicted, K = {K}; plain: {plan.tokens_per_second:.1f} tokens/s"
+    return tables.table(title, ("", "tokens/round", "speedup", "tokens/s"), lines)
+
+
+def explanation(plan: Plan) -> str:
+    """A sentence on what the prediction assumes."""
+    if plan.overhead:
+        return (
+            f"A pass of the target takes {_milliseconds(plan.overhead)} more than its roofline, as "
+            "measured."
+        )
+    return (
+        "Every pass at its roofline; --plain_tokens_per_second=MEASURED makes this a prediction "
+        "for a machine."
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def read_model_config(path: str | os.PathLike) -> LlamaConfig:
