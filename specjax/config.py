@@ -1,5 +1,4 @@
-"""Frozen descriptions of models. They are hashable, so that they can be static arguments of
-`jax.jit`."""
+"""Frozen, hashable configurations: static arguments of `jax.jit`."""
 
 from __future__ import annotations
 
@@ -7,7 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
 from specjax.errors import SpecJAXError
+from specjax.kernels import dispatch
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -134,3 +138,39 @@ class LlamaConfig:
             return cls(**{**fields, "rope": RopeConfig(**fields["rope"])})
         except (TypeError, KeyError) as error:
             raise SpecJAXError(f"not a SpecJAX model configuration: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """How models run: every static choice that is not part of a model's architecture.
+
+    Attributes:
+      dtype: dtype of the parameters and of the key/value caches.
+      page_size: Z, positions per page of the key/value caches.
+      num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding);
+        None for the whole vocabulary.
+      implementation: of attention and sampling, see `kernels.dispatch.choose`; None for the best
+        one available.
+      mesh: devices, from `parallel.make_mesh`; None for one device.
+
+    Raises:
+      SpecJAXError: for a value of the wrong type or out of range.
+    """
+
+    dtype: np.dtype | str = "float32"
+    page_size: int = 64
+    num_valid_tokens: int | None = None
+    implementation: str | None = None
+    mesh: Mesh | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if not isinstance(self.page_size, int) or self.page_size < 1:
+            raise SpecJAXError(
+                f"page_size must be an integer of at least 1, got {self.page_size!r}"
+            )
+        if self.implementation not in (None, *dispatch.IMPLEMENTATIONS):
+            choices = ", ".join(dispatch.IMPLEMENTATIONS)
+            raise SpecJAXError(
+                f"implementation must be one of {choices} or None, got {self.implementation!r}"
+            )

@@ -1,14 +1,16 @@
-"""The decode loop: draft, verify in one pass of the target, accept, repeat, inside one
-`lax.while_loop`.
+"""The decode loop: draft, verify in one pass of the target, accept, repeat.
+
+All of it runs inside one `lax.while_loop`.
 
 Invariant: `length_B` tokens of a row are committed. The target's cache holds keys and values of the
 first `length - 1` of them; the last one is *pending*, and is the first token of the next block. A
 round
 
-  1. lets the drafter propose K tokens after the pending one;
-  2. runs the target once on the block [pending, d1 ... dK] in positions length - 1 ... length - 1 + K;
-  3. accepts n <= K drafts and adds one token of the target's own: n + 1 tokens are emitted, fewer
-     where an end-of-sequence token comes first;
+  1. lets the drafter propose M tokens after the pending one;
+  2. runs the target once on the block [pending, d1 ... dM], at positions length - 1 to
+     length - 1 + M;
+  3. accepts n <= M drafts and adds one token of the target: n + 1 tokens are emitted, fewer where
+     an end-of-sequence token comes first;
   4. adds what was emitted to the length. Keys and values of rejected drafts simply lie beyond it.
 
 `step` is one round. `generate` runs rounds until every row is done, or up to a given number: a
@@ -16,32 +18,28 @@ caller that wants to see text early calls it repeatedly, with the same compiled 
 result.
 
 On a mesh every device runs all of this on its own shards (`parallel.on_mesh`), and exchanges with
-the others what `llama.forward` and verification say. The devices of a sequence see the same drafts,
-noise and reduced numbers, and so come to the same decisions; those of other sequences do not wait
-for them.
+the others what `llama.forward` and verification say. The devices of a sequence see the same
+drafts, noise and reduced numbers, and so make the same decisions; those of other sequences do not
+wait for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, PartitionSpec
 
-from specjax import kv_cache, lax_utils, llama, parallel
-from specjax import sampling as sampling_lib
-from specjax.config import LlamaConfig
-from specjax.drafters.base import Context, Draft, Drafter, Draw, Prefill
+from specjax import kv_cache, lax_utils, llama, parallel, sampling
+from specjax.config import LlamaConfig, Runtime
+from specjax.drafters.base import Context, Draft, Drafter
 from specjax.errors import SpecJAXError
-from specjax.kernels import dispatch
-from specjax.kernels.sampling import Distribution, usable
 from specjax.kv_cache import PagedKVCache
-from specjax.parallel import DATA, MODEL_AXES, split_over
 from specjax.sampling import SamplingArrays, Stream
-from specjax.verify import MODES, Verified, verify
+from specjax.verify import METHODS, Verified, unusable_drafts, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,48 +47,73 @@ class DecodeConfig:
     """What is fixed when the loop is compiled. Hashable: a static argument of `jax.jit`.
 
     Attributes:
-      target: the target model.
-      drafter: from `drafters.base.make`, or your own; None for plain decoding.
+      target: the target model's configuration.
+      drafter: from `drafters.registry.make`, or your own; None for plain decoding.
       verify: "rejection" or "coupled", see `verify`.
-      num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding);
-        None for all.
-      page_size: Z, positions per page of the key/value caches.
-      implementation: of attention and verification, see `kernels.dispatch.choose`; None for the
-        best one here.
-      mesh: from `parallel.make_mesh`; None for one device. Arrays have their whole shapes on both
-        sides of `init` and `generate`; the names of a drafter's parameters and state say how they
-        are split, see `sharding`. What has no letters in its name is whole on every device if it is
-        a parameter, and split by rows if it is of the state.
+      runtime: dtype, page size, valid tokens, implementation and mesh. With a mesh, arrays have
+        their whole shapes on both sides of `init` and `generate`.
 
     Raises:
-      SpecJAXError: a value that is none of these, or a mesh that the target cannot be split over.
+      SpecJAXError: for an unknown verification method, a drafter that proposes nothing, or a mesh
+        that the target cannot be split over.
     """
 
     target: LlamaConfig
     drafter: Drafter | None = None
     verify: str = "rejection"
-    num_valid_tokens: int | None = None
-    page_size: int = 64
-    implementation: str | None = None
-    mesh: Mesh | None = None
+    runtime: Runtime = dataclasses.field(default_factory=Runtime)
 
     def __post_init__(self):
-        if self.verify not in MODES:
-            raise SpecJAXError(f"verify must be one of {', '.join(MODES)}, got {self.verify!r}")
-        if not isinstance(self.page_size, int) or self.page_size < 1:
-            raise SpecJAXError(
-                f"page_size must be a whole number of at least 1, got {self.page_size!r}"
-            )
-        if self.implementation not in (None, *dispatch.IMPLEMENTATIONS):
-            raise SpecJAXError(
-                f"implementation must be one of {', '.join(dispatch.IMPLEMENTATIONS)} or None, "
-                f"got {self.implementation!r}"
-            )
+        if self.verify not in METHODS:
+            raise SpecJAXError(f"verify must be one of {', '.join(METHODS)}, got {self.verify!r}")
         if self.drafter is not None and self.drafter.num_tokens < 1:
             raise SpecJAXError(
                 f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}"
             )
-        parallel.check(self.target, parallel.degree(self.mesh, "target"), "target")
+        parallel.check_shardable(
+            self.target, parallel.degree(self.runtime.mesh, "target"), "target"
+        )
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose residual streams the drafter reads."""
+        return self.drafter.aux_layers if self.drafter else ()
+
+
+@struct.dataclass
+class RequestArrays:
+    """What a request fixes, for each row.
+
+    Attributes:
+      prompt_length_B: int32, at least 1.
+      max_length_B: int32, prompt and output; a row that reaches it is done.
+      eos_BE: int32, tokens that end a row; -1 fills unused entries.
+      sampling: temperatures, filters and seeds.
+    """
+
+    prompt_length_B: jax.Array
+    max_length_B: jax.Array
+    eos_BE: jax.Array
+    sampling: SamplingArrays
+
+
+@struct.dataclass
+class RoundLog:
+    """Statistics of the rounds of each row. Round i of a row has column i of the tables.
+
+    Attributes:
+      rounds_B: int32, rounds that the row took part in.
+      drafted_BS: int32, drafts that the target verified.
+      accepted_BS: int32, accepted drafts that were emitted.
+      emitted_BS: int32, emitted tokens; its sum is `length_B - prompt_length_B`.
+      unusable_drafts_B: int32, drafts in all rounds whose own logits were NaN, or all -inf.
+    """
+
+    rounds_B: jax.Array
+    drafted_BS: jax.Array
+    accepted_BS: jax.Array
+    emitted_BS: jax.Array
+    unusable_drafts_B: jax.Array
 
 
 @struct.dataclass
@@ -100,166 +123,81 @@ class DecodeState:
     Attributes:
       tokens_BS: int32, prompt and output.
       length_B: int32, committed tokens of each row.
-      prompt_length_B: int32.
-      max_length_B: int32, at this length a row is done.
-      eos_BE: int32, tokens that end a row; -1 fills up.
       active_B: bool, rows that still generate.
       failed_B: bool, rows that ended because the target's logits at position `length_B` were NaN,
         or all -inf.
-      sampling: per-row temperature, filters and seed.
       cache: the target's keys and values.
       drafter: the drafter's own state.
-      rounds_B: int32, rounds that each row took part in.
-      drafted_BS: int32, for each of these rounds the number of drafts that the target checked,
-      accepted_BS: of those that were emitted,
-      emitted_BS: and of all tokens that were emitted: its sum is `length_B - prompt_length_B`.
-      unusable_drafts_B: int32, drafts whose own logits were NaN, or all -inf. None of them is
-        accepted by `rejection`.
+      request: what the request fixes.
+      log: statistics.
     """
 
     tokens_BS: jax.Array
     length_B: jax.Array
-    prompt_length_B: jax.Array
-    max_length_B: jax.Array
-    eos_BE: jax.Array
     active_B: jax.Array
     failed_B: jax.Array
-    sampling: SamplingArrays
     cache: PagedKVCache
     drafter: Any
-    rounds_B: jax.Array
-    drafted_BS: jax.Array
-    accepted_BS: jax.Array
-    emitted_BS: jax.Array
-    unusable_drafts_B: jax.Array
-
-    def context(self, params) -> Context:
-        """What drafters may see, the target's parameters among it."""
-        return Context(self.tokens_BS, self.length_B, self.active_B, params)
+    request: RequestArrays
+    log: RoundLog
 
 
 def init(
     params,
     drafter_params,
-    cfg: DecodeConfig,
+    config: DecodeConfig,
     tokens_BS: jax.Array,
-    prompt_length_B: jax.Array,
-    max_length_B: jax.Array,
-    eos_BE: jax.Array,
-    sampling: SamplingArrays,
+    request: RequestArrays,
     prefill_chunk: int = 256,
 ) -> DecodeState:
     """Reads the prompts and returns the state from which `generate` starts.
 
     Args:
       params: the target's parameters, see `llama.abstract_params`.
-      drafter_params: the drafter's, in whatever form it wants; None where it has none.
-      cfg: static.
-      tokens_BS: int32 prompts, padded on the right with anything to S, the most tokens that a row
-        can come to hold.
-      prompt_length_B: int32, at least 1.
-      max_length_B: int32 most tokens, prompt and output; at most S. A row whose prompt reaches it
-        emits nothing.
-      eos_BE: int32 ids that end a row, filled up with -1.
-      sampling: see `SamplingArrays`.
+      drafter_params: the drafter's, in whatever form it needs; None where it has none.
+      config: static.
+      tokens_BS: int32 prompts, padded on the right with anything to S, the largest length that a
+        row can reach.
+      request: lengths, end-of-sequence tokens and sampling. A row whose prompt reaches its
+        `max_length_B` emits nothing; lengths beyond S are cut to S.
       prefill_chunk: tokens of a prompt that are read at a time (static).
 
     Raises:
-      SpecJAXError: a chunk below 1; rows that the mesh does not divide; an implementation that
-        cannot run these models here; or JAX's 64-bit mode, in which the state would not keep its
-        dtypes.
+      SpecJAXError: for a chunk below 1, rows that the mesh does not divide, parameters of another
+        dtype than `config.runtime`, an implementation that cannot run these models here, or JAX's
+        64-bit mode, in which the state would not keep its dtypes.
     """
-    if jax.config.jax_enable_x64:
-        raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
-    if prefill_chunk < 1:
-        raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-    B, dp_size = len(tokens_BS), parallel.dp_size(cfg.mesh)
-    if B % dp_size:
-        raise SpecJAXError(
-            f"{B} rows cannot be split over data_parallel={dp_size}: add rows that emit nothing"
+    _check_init(params, config, len(tokens_BS), prefill_chunk)
+
+    def run(params, drafter_params, tokens_BS, request):
+        return _init(params, drafter_params, config, tokens_BS, request, prefill_chunk)
+
+    def in_specs(params, drafter_params, tokens_BS, request):
+        return (
+            *_param_specs(params, drafter_params),
+            parallel.ROWS,
+            parallel.specs(request, "target"),
         )
-    prompts = (tokens_BS, prompt_length_B, max_length_B, eos_BE, sampling)
-    run = parallel.on_mesh(
-        lambda params, drafter_params, prompts: _init(
-            params, drafter_params, cfg, *prompts, prefill_chunk
-        ),
-        cfg.mesh,
-        *_param_specs(params, drafter_params),
-        parallel.specs(prompts, "target", PartitionSpec(DATA)),
-        out_specs=_state_specs,
-    )
-    return run(params, drafter_params, prompts)
 
-
-def _init(
-    params,
-    drafter_params,
-    cfg: DecodeConfig,
-    tokens_BS,
-    prompt_length_B,
-    max_length_B,
-    eos_BE,
-    sampling,
-    prefill_chunk: int,
-) -> DecodeState:
-    B, S = tokens_BS.shape
-    max_length_B = jnp.minimum(max_length_B, S)
-    cache = llama.init_cache(params, cfg.target, B, S, cfg.page_size)
-    aux_layers = cfg.drafter.aux_layers if cfg.drafter else ()
-    cache, aux_hidden_BSD = llama.prefill(
-        params,
-        cfg.target,
-        tokens_BS,
-        prompt_length_B - 1,
-        cache,
-        prefill_chunk,
-        aux_layers=aux_layers,
-        implementation=cfg.implementation,
-    )
-    drafter_state = ()
-    if cfg.drafter:
-        prefill = Prefill(
-            tokens_BS, prompt_length_B, aux_hidden_BSD, params, cfg.page_size, prefill_chunk
-        )
-        drafter_state = cfg.drafter.init(drafter_params, prefill)
-
-    def no_rounds_BS():  # each field has a buffer of its own: the state will be donated
-        return jnp.zeros((B, S), jnp.int32)
-
-    return DecodeState(
-        tokens_BS=tokens_BS,
-        length_B=prompt_length_B,
-        prompt_length_B=jnp.copy(prompt_length_B),
-        max_length_B=max_length_B,
-        eos_BE=eos_BE,
-        active_B=prompt_length_B < max_length_B,
-        failed_B=jnp.zeros(B, bool),
-        sampling=sampling,
-        cache=cache,
-        drafter=drafter_state,
-        rounds_B=jnp.zeros(B, jnp.int32),
-        drafted_BS=no_rounds_BS(),
-        accepted_BS=no_rounds_BS(),
-        emitted_BS=no_rounds_BS(),
-        unusable_drafts_B=jnp.zeros(B, jnp.int32),
-    )
+    run = parallel.on_mesh(run, config.runtime.mesh, in_specs, _state_specs)
+    return run(params, drafter_params, tokens_BS, request)
 
 
 def generate(
     params,
     drafter_params,
-    cfg: DecodeConfig,
+    config: DecodeConfig,
     state: DecodeState,
     max_rounds: jax.Array | None = None,
 ) -> DecodeState:
     """Runs rounds until every row is done, in one `lax.while_loop`.
 
-    Donate `state` when you jit it: the key/value pools are then updated where they are.
+    Donate `state` when you jit it: the key/value pools are then updated in place.
 
     Args:
       params: the target's parameters.
       drafter_params: the drafter's.
-      cfg: the one that `init` had (static).
+      config: the one that `init` had (static).
       state: from `init`, or from an earlier call that `max_rounds` ended.
       max_rounds: most rounds to run, int32 scalar; None for no limit. Where a run is cut does not
         change its result.
@@ -268,39 +206,108 @@ def generate(
       The state, of the same shapes and dtypes.
 
     Raises:
-      SpecJAXError: a drafter whose proposal does not have the shape `[B, K]`.
+      SpecJAXError: for a drafter whose proposal does not have the shape `[B, M]`.
     """
 
     def loop(params, drafter_params, max_rounds, state):
-        def unfinished(carry):
+        def is_unfinished(carry):
             state, rounds = carry
-            more = jnp.any(state.active_B)
-            return more if max_rounds is None else more & (rounds < max_rounds)
+            any_active = jnp.any(state.active_B)
+            return any_active if max_rounds is None else any_active & (rounds < max_rounds)
 
-        def one_round(carry):
+        def run_round(carry):
             state, rounds = carry
-            return _step(params, drafter_params, cfg, state), rounds + 1
+            return _step(params, drafter_params, config, state), rounds + 1
 
-        return jax.lax.while_loop(unfinished, one_round, (state, jnp.int32(0)))[0]
+        state, _ = jax.lax.while_loop(is_unfinished, run_round, (state, jnp.int32(0)))
+        return state
 
-    specs = (
-        *_param_specs(params, drafter_params),
-        parallel.specs(max_rounds, "target"),
-        _state_specs(state),
-    )
-    return parallel.on_mesh(loop, cfg.mesh, *specs)(params, drafter_params, max_rounds, state)
+    def in_specs(params, drafter_params, max_rounds, state):
+        max_rounds_spec = parallel.specs(max_rounds, "target")
+        return *_param_specs(params, drafter_params), max_rounds_spec, _state_specs(state)
+
+    run = parallel.on_mesh(loop, config.runtime.mesh, in_specs, _state_specs)
+    return run(params, drafter_params, max_rounds, state)
 
 
-def step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
-    """One round: every active row gets between 1 and K + 1 new tokens. Arguments and errors as for
-    `generate`."""
-    specs = (*_param_specs(params, drafter_params), _state_specs(state))
-    run = parallel.on_mesh(
-        lambda params, drafter_params, state: _step(params, drafter_params, cfg, state),
-        cfg.mesh,
-        *specs,
-    )
+def step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> DecodeState:
+    """Runs one round: every active row gets between 1 and M + 1 new tokens.
+
+    Arguments and errors as for `generate`.
+    """
+
+    def run(params, drafter_params, state):
+        return _step(params, drafter_params, config, state)
+
+    def in_specs(params, drafter_params, state):
+        return *_param_specs(params, drafter_params), _state_specs(state)
+
+    run = parallel.on_mesh(run, config.runtime.mesh, in_specs, _state_specs)
     return run(params, drafter_params, state)
+
+
+# --- The state ------------------------------------------------------------------------------------
+
+
+def _check_init(params, config: DecodeConfig, batch_size: int, prefill_chunk: int) -> None:
+    runtime = config.runtime
+    if jax.config.jax_enable_x64:
+        raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
+    if prefill_chunk < 1:
+        raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+    dtype = llama.params_dtype(params)
+    if dtype != runtime.dtype:
+        raise SpecJAXError(
+            f"the target's parameters are {dtype}, but runtime.dtype={runtime.dtype}"
+        )
+    replicas = parallel.dp_size(runtime.mesh)
+    if batch_size % replicas:
+        raise SpecJAXError(
+            f"{batch_size} rows cannot be split over data_parallel={replicas}; add rows that emit "
+            "nothing"
+        )
+
+
+def _init(params, drafter_params, config, tokens_BS, request, prefill_chunk: int) -> DecodeState:
+    B, S = tokens_BS.shape
+    runtime, length_B = config.runtime, request.prompt_length_B
+    request = request.replace(
+        # A buffer of its own for each field: the state will be donated.
+        prompt_length_B=jnp.copy(length_B),
+        max_length_B=jnp.minimum(request.max_length_B, S),
+    )
+    active_B = length_B < request.max_length_B
+    cache = llama.init_cache(config.target, runtime, B, S)
+    cache, aux_hidden_BSD = llama.prefill(
+        params,
+        config.target,
+        runtime,
+        tokens_BS,
+        length_B - 1,
+        cache,
+        prefill_chunk,
+        aux_layers=config.aux_layers,
+    )
+    drafter_state = ()
+    if config.drafter:
+        context = Context(tokens_BS, length_B, active_B, params, config.target, runtime)
+        drafter_state = config.drafter.init(drafter_params, context, aux_hidden_BSD, prefill_chunk)
+    return DecodeState(
+        tokens_BS=tokens_BS,
+        length_B=length_B,
+        active_B=active_B,
+        failed_B=jnp.zeros(B, bool),
+        cache=cache,
+        drafter=drafter_state,
+        request=request,
+        log=RoundLog(
+            rounds_B=jnp.zeros(B, jnp.int32),
+            drafted_BS=jnp.zeros((B, S), jnp.int32),
+            accepted_BS=jnp.zeros((B, S), jnp.int32),
+            emitted_BS=jnp.zeros((B, S), jnp.int32),
+            unusable_drafts_B=jnp.zeros(B, jnp.int32),
+        ),
+    )
 
 
 def _param_specs(params, drafter_params):
@@ -308,199 +315,220 @@ def _param_specs(params, drafter_params):
 
 
 def _state_specs(state: DecodeState):
-    own, drafters = (
-        parallel.specs(part, role, PartitionSpec(DATA))
-        for part, role in ((state.replace(drafter=()), "target"), (state.drafter, "draft"))
-    )
-    return own.replace(drafter=drafters)
+    drafter_specs = parallel.specs(state.drafter, "draft")
+    return parallel.specs(state.replace(drafter=()), "target").replace(drafter=drafter_specs)
 
 
-def _step(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> DecodeState:
-    B, S = state.tokens_BS.shape
-    draft, drafter_state = _propose(params, drafter_params, cfg, state)
-    drafts_BM = draft.tokens_BM
-    K = drafts_BM.shape[1]
+# --- A round --------------------------------------------------------------------------------------
+
+
+class Checked(NamedTuple):
+    """Result of the target's pass over one block, and of its verification.
+
+    Attributes:
+      cache: with keys and values of the block.
+      verified: outcome, for T = M + 1 tokens.
+      aux_hidden_BTD: residual streams for the drafter.
+    """
+
+    cache: PagedKVCache
+    verified: Verified
+    aux_hidden_BTD: tuple[jax.Array, ...]
+
+
+def _step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> DecodeState:
+    draft, always_drafts, state = _propose(params, drafter_params, config, state)
+    checked = _forward_and_verify(params, config, state, draft, always_drafts)
+    state = _commit(state, draft, checked)
+    return _update(params, drafter_params, config, state, checked)
+
+
+def _propose(
+    params, drafter_params, config: DecodeConfig, state: DecodeState
+) -> tuple[Draft, bool, DecodeState]:
+    """Returns what is to be verified, and the state with pages for it.
+
+    The flag says that every row always has drafts, so that no choice needs to be compiled.
+    """
+    B = state.length_B.shape[0]
+    draft, drafter_state = Draft(jnp.zeros((B, 0), jnp.int32)), state.drafter
+    if config.drafter:
+        sample = functools.partial(_sample_draft, config, state.request.sampling)
+        draft, drafter_state = config.drafter.propose(
+            drafter_params, state.drafter, _context(params, config, state), sample
+        )
+        _check_draft(config.drafter, draft, B)
+    if draft.distributions is None:  # sampled drafts already agree
+        agreed = parallel.agree((draft.tokens_BM, draft.count_B), config.runtime.mesh)
+        draft = draft._replace(tokens_BM=agreed[0], count_B=agreed[1])
     always_drafts = draft.count_B is None
-    # A draft in the place of the last token that a row may emit would be checked for nothing.
-    count_B = jnp.full(B, K) if always_drafts else draft.count_B
-    count_B = jnp.minimum(count_B, state.max_length_B - state.length_B - 1)
-    count_B = jnp.where(state.active_B, count_B, 0)
-    cache = kv_cache.reserve(state.cache, jnp.where(state.active_B, state.length_B + count_B, 0))
-    pending_B1 = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None] - 1, axis=1)
-    block_BT = jnp.concatenate([pending_B1, drafts_BM], axis=1)
-    aux_layers = cfg.drafter.aux_layers if cfg.drafter else ()
+    draft = draft._replace(count_B=_num_to_verify(state, draft))
+    num_positions_B = jnp.where(state.active_B, state.length_B + draft.count_B, 0)
+    cache = kv_cache.reserve(state.cache, num_positions_B)
+    return draft, always_drafts, state.replace(cache=cache, drafter=drafter_state)
 
-    def check(k: int, cache):
-        """Runs the target on the pending token and k drafts; the result has the shapes of k = K."""
+
+def _sample_draft(config: DecodeConfig, arrays: SamplingArrays, logits_BV, position_B):
+    """Samples a draft token: with the target's noise under `coupled`, else with its own."""
+    stream = Stream.TARGET if config.verify == "coupled" else Stream.DRAFT
+    V = config.target.vocab_size
+    return sampling.sample_draft(config.runtime, V, logits_BV, arrays, position_B, stream)
+
+
+def _check_draft(drafter: Drafter, draft: Draft, B: int) -> None:
+    expected = (B, drafter.num_tokens)
+    if draft.tokens_BM.shape != expected:
+        raise SpecJAXError(
+            f"the drafter proposed tokens of shape {draft.tokens_BM.shape}, expected {expected}"
+        )
+
+
+def _num_to_verify(state: DecodeState, draft: Draft):
+    """Returns how many drafts of each row are verified.
+
+    A draft at the position of the last token that a row may emit would be verified for nothing.
+    """
+    B, M = draft.tokens_BM.shape
+    count_B = jnp.full(B, M) if draft.count_B is None else draft.count_B
+    room_B = state.request.max_length_B - state.length_B - 1
+    return jnp.where(state.active_B, jnp.minimum(count_B, room_B), 0)
+
+
+def _forward_and_verify(
+    params, config: DecodeConfig, state: DecodeState, draft: Draft, always_drafts: bool
+) -> Checked:
+    """Runs the target on the block and verifies it; on one token where no row has a draft."""
+    B, M = draft.tokens_BM.shape
+
+    def check(num_drafts: int, cache: PagedKVCache) -> Checked:
+        """Verifies the first drafts; the result has the shapes of all of them."""
+        pending_B1 = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None] - 1, axis=1)
+        first_BM = draft.tokens_BM[:, :num_drafts]
         output = llama.forward(
             params,
-            cfg.target,
-            block_BT[:, : k + 1],
+            config.target,
+            config.runtime,
+            jnp.concatenate([pending_B1, first_BM], axis=1),
             state.length_B - 1,
             cache,
-            aux_layers=aux_layers,
-            implementation=cfg.implementation,
+            aux_layers=config.aux_layers,
         )
         logits_BTV = llama.logits(params, output.hidden_BTD)
         verified = verify(
-            cfg.verify,
+            config.verify,
+            config.runtime,
             logits_BTV,
-            drafts_BM[:, :k],
-            count_B,
-            draft.distribution,
-            state.sampling,
+            draft._replace(tokens_BM=first_BM),
+            state.request.sampling,
             state.length_B,
-            num_valid=cfg.num_valid_tokens,
-            axis_name=split_over(logits_BTV.shape[2], cfg.target.vocab_size, "target") or None,
-            implementation=cfg.implementation,
         )
-        pad = lambda x: jnp.pad(x, ((0, 0), (0, K - k)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
-        verified = Verified(pad(verified.tokens_BT), verified.accepted_B, pad(verified.usable_BT))
-        return output.cache, verified, tuple(map(pad, output.aux_layers))
+        padded = functools.partial(_pad_tokens, padding=M - num_drafts)
+        tokens_BT, usable_BT = padded(verified.tokens_BT), padded(verified.usable_BT)
+        verified = Verified(tokens_BT, verified.accepted_B, usable_BT)
+        return Checked(output.cache, verified, tuple(map(padded, output.aux_hidden)))
 
     if always_drafts:
-        cache, verified, aux_hidden_BTD = check(K, cache)
-    else:
-        # A drafter with nothing to say must cost nothing.
-        none = Verified(
-            jnp.zeros((B, K + 1), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros((B, K + 1), bool)
-        )
-        no_aux_hidden = tuple(
-            jnp.zeros((B, K + 1, cfg.target.hidden_size), params["embed_VD"].dtype)
-            for _ in aux_layers
-        )
-        has_drafts = jnp.any(count_B > 0)
-        checked = lax_utils.cond_in_place(
-            has_drafts, lambda cache, *_: check(K, cache), (cache, none, no_aux_hidden)
-        )
-        cache, verified, aux_hidden_BTD = lax_utils.cond_in_place(
-            ~has_drafts, lambda cache, *_: check(0, cache), checked
-        )
+        return check(M, state.cache)
+    # A drafter that proposes nothing must cost nothing.
+    hidden_shape = (B, M + 1, config.target.hidden_size)
+    nothing = Checked(
+        state.cache,
+        Verified(
+            jnp.zeros((B, M + 1), jnp.int32),
+            jnp.zeros(B, jnp.int32),
+            jnp.zeros((B, M + 1), bool),
+        ),
+        tuple(jnp.zeros(hidden_shape, config.runtime.dtype) for _ in config.aux_layers),
+    )
+    has_drafts = jnp.any(draft.count_B > 0)
+    checked = lax_utils.cond_in_place(has_drafts, lambda cache, *_: check(M, cache), nothing)
+    checked = lax_utils.cond_in_place(~has_drafts, lambda cache, *_: check(0, cache), checked)
+    return Checked(*checked)
 
-    # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
-    index_T = jnp.arange(K + 1)
-    is_eos_BT = (verified.tokens_BT[..., None] == state.eos_BE[:, None]).any(-1)
-    is_eos_BT &= index_T <= verified.accepted_B[:, None]
-    stopped_B = is_eos_BT.any(axis=1)
-    emitted_B = jnp.where(stopped_B, jnp.argmax(is_eos_BT, axis=1), verified.accepted_B) + 1
-    # What is not a number ends a row in front of it.
-    failed_BT = ~verified.usable_BT & (index_T < emitted_B[:, None])
-    failed_B = state.active_B & failed_BT.any(axis=1)
-    emitted_B = jnp.where(failed_B, jnp.argmax(failed_BT, axis=1), emitted_B)
-    emitted_B = jnp.where(state.active_B, emitted_B, 0)
 
-    row_B1 = jnp.arange(B)[:, None]
-    place_BT = jnp.where(index_T < emitted_B[:, None], state.length_B[:, None] + index_T, S)
+def _pad_tokens(x_BT, padding: int):
+    return jnp.pad(x_BT, ((0, 0), (0, padding)) + ((0, 0),) * (x_BT.ndim - 2))
+
+
+def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
+    """Returns the state with the emitted tokens, and with the pages of finished rows released."""
+    verified = checked.verified
+    emitted_B, is_stop_B, is_failure_B = _num_emitted(state, verified)
+    B, S = state.tokens_BS.shape
+    row_B1, index_T = jnp.arange(B)[:, None], jnp.arange(verified.tokens_BT.shape[1])
+    is_emitted_BT = index_T < emitted_B[:, None]
+    position_BT = jnp.where(is_emitted_BT, state.length_B[:, None] + index_T, S)
+    tokens_BS = state.tokens_BS.at[row_B1, position_BT].set(verified.tokens_BT, mode="drop")
     length_B = state.length_B + emitted_B
-    active_B = state.active_B & ~stopped_B & ~failed_B & (length_B < state.max_length_B)
-    round_B1 = jnp.where(state.active_B, state.rounds_B, S)[:, None]
+    has_room_B = length_B < state.request.max_length_B
+    active_B = state.active_B & ~is_stop_B & ~is_failure_B & has_room_B
+    return state.replace(
+        tokens_BS=tokens_BS,
+        length_B=length_B,
+        active_B=active_B,
+        failed_B=state.failed_B | is_failure_B,
+        cache=kv_cache.release(checked.cache, ~active_B),
+        log=_logged(state, draft, verified, emitted_B),
+    )
 
-    def log(table_BS, value_B):
+
+def _num_emitted(state: DecodeState, verified: Verified):
+    """Returns how many tokens each row emits, and whether it stops or fails behind them."""
+    index_T = jnp.arange(verified.tokens_BT.shape[1])
+    # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
+    is_eos_BT = (verified.tokens_BT[..., None] == state.request.eos_BE[:, None]).any(-1)
+    is_eos_BT &= index_T <= verified.accepted_B[:, None]
+    is_stop_B = is_eos_BT.any(axis=1)
+    emitted_B = jnp.where(is_stop_B, jnp.argmax(is_eos_BT, axis=1), verified.accepted_B) + 1
+    # A row ends before a token that could not be sampled.
+    is_failure_BT = ~verified.usable_BT & (index_T < emitted_B[:, None])
+    is_failure_B = state.active_B & is_failure_BT.any(axis=1)
+    emitted_B = jnp.where(is_failure_B, jnp.argmax(is_failure_BT, axis=1), emitted_B)
+    return jnp.where(state.active_B, emitted_B, 0), is_stop_B, is_failure_B
+
+
+def _logged(state: DecodeState, draft: Draft, verified: Verified, emitted_B) -> RoundLog:
+    log, S = state.log, state.tokens_BS.shape[1]
+    row_B1 = jnp.arange(len(emitted_B))[:, None]
+    round_B1 = jnp.where(state.active_B, log.rounds_B, S)[:, None]
+
+    def set_round(table_BS, value_B):
         return table_BS.at[row_B1, round_B1].set(value_B[:, None], mode="drop")
 
     accepted_B = jnp.minimum(verified.accepted_B, emitted_B)
-    unusable_drafts_B = state.unusable_drafts_B
-    for k, distribution in enumerate(draft.distribution or ()):
-        unusable_drafts_B += (k < count_B) & ~usable(distribution.largest_BT)
-    state = state.replace(
-        tokens_BS=state.tokens_BS.at[row_B1, place_BT].set(verified.tokens_BT, mode="drop"),
-        length_B=length_B,
-        active_B=active_B,
-        failed_B=state.failed_B | failed_B,
-        cache=kv_cache.release(cache, ~active_B),
-        rounds_B=state.rounds_B + state.active_B,
-        drafted_BS=log(state.drafted_BS, count_B),
-        accepted_BS=log(state.accepted_BS, accepted_B),
-        emitted_BS=log(state.emitted_BS, emitted_B),
-        unusable_drafts_B=unusable_drafts_B,
+    return RoundLog(
+        rounds_B=log.rounds_B + state.active_B,
+        drafted_BS=set_round(log.drafted_BS, draft.count_B),
+        accepted_BS=set_round(log.accepted_BS, accepted_B),
+        emitted_BS=set_round(log.emitted_BS, emitted_B),
+        unusable_drafts_B=log.unusable_drafts_B + unusable_drafts(draft),
     )
-    if cfg.drafter:
-        drafter_state = cfg.drafter.update(
-            drafter_params, drafter_state, state.context(params), verified, aux_hidden_BTD
-        )
+
+
+def _update(
+    params, drafter_params, config: DecodeConfig, state: DecodeState, checked: Checked
+) -> DecodeState:
+    """Returns the state after the drafter has seen the outcome."""
+    if config.drafter is None:
+        return state
+    context = _context(params, config, state)
+    drafter_state = config.drafter.update(
+        drafter_params, state.drafter, context, checked.verified, checked.aux_hidden_BTD
+    )
     return state.replace(drafter=drafter_state)
 
 
-def _propose(params, drafter_params, cfg: DecodeConfig, state: DecodeState) -> tuple[Draft, Any]:
-    """The drafter's proposal and its new state; no tokens at all in plain decoding."""
-    B = state.length_B.shape[0]
-    if cfg.drafter is None:
-        return Draft(jnp.zeros((B, 0), jnp.int32)), state.drafter
-    coupled = cfg.verify == "coupled"
-
-    V, whole, degree = (
-        cfg.target.vocab_size,
-        parallel.degree(cfg.mesh, "target"),
-        parallel.degree(cfg.mesh, "draft"),
+def _context(params, config: DecodeConfig, state: DecodeState) -> Context:
+    return Context(
+        tokens_BS=state.tokens_BS,
+        length_B=state.length_B,
+        active_B=state.active_B,
+        target_params=params,
+        target_config=config.target,
+        runtime=config.runtime,
     )
-
-    def draw(logits_BV, position_B):
-        size = logits_BV.shape[1]
-        if size not in (V, V // degree, V // whole):
-            raise SpecJAXError(
-                f"a drafter's logits must have {V} columns, or those of a shard of the draft model, "
-                f"{V // degree}, or of the target, {V // whole}; they have {size}"
-            )
-        split = split_over(size, V, "draft" if size == V // degree else "target")
-        stream = Stream.TARGET if coupled else Stream.DRAFT
-        token_B1, distribution = sampling_lib.draw(
-            logits_BV[:, None],
-            state.sampling,
-            position_B[:, None],
-            stream,
-            num_valid=cfg.num_valid_tokens,
-            axis_name=split or None,
-            implementation=cfg.implementation,
-        )
-        distribution = jax.tree.map(lambda x: x[:, 0], distribution)
-        # Verification needs of the draft's distribution what this device has of the target's vocabulary.
-        if size > V // whole:
-            shard = jax.lax.axis_index(
-                tuple(axis for axis in MODEL_AXES["target"] if axis not in split)
-            )
-            own_BV = jax.lax.dynamic_slice_in_dim(
-                distribution.logits_BTV, shard * (V // whole), V // whole, axis=1
-            )
-            distribution = distribution._replace(logits_BTV=own_BV)
-        return _agreed(token_B1[:, 0], cfg, split), distribution
-
-    def certain(token_B):
-        axes = MODEL_AXES["target"] if whole > 1 else ()
-        token_V = jnp.arange(V // whole) + (jax.lax.axis_index(axes) * (V // whole) if axes else 0)
-        one_B = jnp.ones(B, jnp.float32)
-        return Distribution(
-            jnp.where(token_V == token_B[:, None], 0.0, -jnp.inf),
-            0 * one_B,
-            0 * one_B,
-            None if state.sampling.temperature_B is None else one_B,
-        )
-
-    draft, drafter_state = cfg.drafter.propose(
-        drafter_params, state.drafter, state.context(params), Draw(draw, certain)
-    )
-    if draft.tokens_BM.shape != (B, cfg.drafter.num_tokens):
-        expected = (B, cfg.drafter.num_tokens)
-        raise SpecJAXError(
-            f"the drafter proposed tokens of shape {draft.tokens_BM.shape}, not {expected}"
-        )
-    if draft.distribution is None:  # what was drawn is agreed on already
-        draft = draft._replace(
-            **_agreed(dict(tokens_BM=draft.tokens_BM, count_B=draft.count_B), cfg)
-        )
-    return draft, drafter_state
-
-
-def _agreed(tree, cfg: DecodeConfig, split: tuple[str, ...] = ()):
-    """The same integers on all devices that have computed them from copies: those of the first,
-    should they ever round differently. `split` are axes over whose devices they are the same
-    already."""
-    copies = tuple(axis for axis in MODEL_AXES["target"] if axis not in split)
-    if cfg.mesh is None or all(cfg.mesh.shape[axis] == 1 for axis in copies):
-        return tree
-    is_first = jax.lax.axis_index(copies) == 0
-    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_first, x, 0), copies), tree)
 
 
 # What callers outside a jit of their own use: one compiled program for all of them.
-init_jit = jax.jit(init, static_argnums=(2, 8))
+init_jit = jax.jit(init, static_argnums=(2, 5))
 generate_jit = jax.jit(generate, static_argnums=2, donate_argnums=3)

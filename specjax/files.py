@@ -182,9 +182,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def json_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     """For each line of a JSONL file that is not blank, what errors call it, and its value. Raises
     SpecJAXError."""
-    for number, line in enumerate(
-        read_text(path).split("\n"), 1
-    ):  # JSON strings may hold other line ends
+    text = read_text(path).removeprefix("\ufeff")  # a byte order mark
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold other line ends
         if line.strip():
             where = f"{path}, line {number}"
             try:

@@ -2,17 +2,17 @@
 
 A mesh has three axes:
 
-    data     the batch: every part of it has sequences, pages and a free list of its own
-    both     target and draft model are both split over it target   the target alone is split
-    further over it; the draft model is the same on all of its devices
+    data       the batch: every data-parallel replica has sequences and pages of its own
+    tp_shared  target and draft model are both split over it
+    tp_target  the target alone is split further over it; the draft model is repeated on it
 
-With a target over four devices and a draft model over two, `both` and `target` are two each. The
-target's shards are numbered with `both` as the higher digit, so that its part of the vocabulary
-lies inside the draft model's part on the same device, and verification can compare the two without
-exchanging logits.
+With a target over four devices and a draft model over two, `tp_shared` and `tp_target` are two
+each. The target's shards are numbered with `tp_shared` as the higher digit. A device's part of the
+target's vocabulary then lies inside its part of the draft model's, and verification compares the
+two without exchanging logits.
 
-The axes of an array are the letters at the end of its name (`qkv_KGHD`), or the name of the list
-that it is in. What is split is decided by letter, in one table per model.
+The axes of an array are the letters at the end of its name (`qkv_KGHD`), or of the name of the
+list that holds it. One table per model says which letters are split.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,17 +32,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
 
-DATA, BOTH, TARGET_ONLY = MESH_AXES = ("data", "both", "target")
-MODEL_AXES = {"target": (BOTH, TARGET_ONLY), "draft": (BOTH,)}
+DATA, TP_SHARED, TP_TARGET = MESH_AXES = ("data", "tp_shared", "tp_target")
+MODEL_AXES = {"target": (TP_SHARED, TP_TARGET), "draft": (TP_SHARED,)}
+ROWS = PartitionSpec(DATA)
 
-# Letter -> mesh axes, for the arrays of each model. B sequences, P pages and C caches go with the
-# batch; kv heads (K, each with its query heads), the feed-forward width and the vocabulary are what
-# tensor parallelism splits (Shoeybi et al. 2019, "Megatron-LM", section 3). Other axes are whole
-# everywhere.
+# Letter -> mesh axes, for the arrays of each model. Sequences (B) and pages (P) are split over the
+# batch's axis. Tensor parallelism splits kv heads (K, each with its query heads), the feed-forward
+# width (F) and the vocabulary (V) (Shoeybi et al. 2019, "Megatron-LM", section 3). Other axes are
+# whole on every device.
 RULES: dict[str, Mapping[str, str | tuple[str, ...]]] = {
-    role: {"B": DATA, "P": DATA, "C": DATA, "K": axes, "F": axes, "V": axes}
+    role: {"B": DATA, "P": DATA, "K": axes, "F": axes, "V": axes}
     for role, axes in MODEL_AXES.items()
 }
+
+
+# --- The mesh -------------------------------------------------------------------------------------
 
 
 def make_mesh(
@@ -50,34 +55,31 @@ def make_mesh(
     data_parallel: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """The mesh for a target split over `tensor_parallel` devices, and a draft model over some of
-    them.
+    """Returns the mesh for a target split over `tensor_parallel` devices.
 
     Args:
       tensor_parallel: devices that share one copy of the target.
-      draft_tensor_parallel: devices that share one copy of the draft model; a divisor of
+      draft_tensor_parallel: devices that share one copy of the draft model; divides
         `tensor_parallel`.
-      data_parallel: parts of the batch, each with copies of both models of its own.
-      devices: of the mesh, the first data_parallel * tensor_parallel of them; by default all that
-        JAX has.
+      data_parallel: replicas of both models; each decodes its own rows of the batch.
+      devices: the first data_parallel * tensor_parallel of them form the mesh; by default all
+        devices that JAX has.
 
     Raises:
-      SpecJAXError: degrees that are not positive, do not divide one another or the devices, or
-        exceed them.
+      SpecJAXError: for degrees that are not positive, do not divide one another or the number of
+        devices, or exceed it.
     """
     shape = mesh_shape(tensor_parallel, draft_tensor_parallel, data_parallel)
     devices = jax.devices() if devices is None else devices
-    size = data_parallel * tensor_parallel
+    size, available = data_parallel * tensor_parallel, len(devices)
     product = f"data_parallel={data_parallel} x tensor_parallel={tensor_parallel}"
-    if size > len(devices):
-        raise SpecJAXError(f"{product} takes {size} devices, and there are {len(devices)}")
-    if len(devices) % size:
+    if size > available:
+        raise SpecJAXError(f"{product} requires {size} devices, got {available}")
+    if available % size:
+        raise SpecJAXError(f"{product} = {size} must divide the number of devices, {available}")
+    if size < available and jax.process_count() > 1:
         raise SpecJAXError(
-            f"{product} = {size} does not divide the {len(devices)} devices that there are"
-        )
-    if size < len(devices) and jax.process_count() > 1:
-        raise SpecJAXError(
-            f"{product} uses {size} of the {len(devices)} devices; several processes must use all"
+            f"{product} uses {size} of the {available} devices; several processes must use all"
         )
     return Mesh(np.array(devices[:size]).reshape(shape), MESH_AXES)
 
@@ -85,127 +87,155 @@ def make_mesh(
 def mesh_shape(
     tensor_parallel: int, draft_tensor_parallel: int, data_parallel: int
 ) -> tuple[int, int, int]:
-    """Devices along each of `MESH_AXES`. Raises SpecJAXError for degrees that are not positive or
-    do not divide."""
-    for name, value in (
-        ("tensor_parallel", tensor_parallel),
-        ("draft_tensor_parallel", draft_tensor_parallel),
-        ("data_parallel", data_parallel),
-    ):
+    """Returns the number of devices along each of `MESH_AXES`.
+
+    Raises:
+      SpecJAXError: for degrees that are not positive, or where the draft model's does not divide
+        the target's.
+    """
+    degrees = dict(
+        tensor_parallel=tensor_parallel,
+        draft_tensor_parallel=draft_tensor_parallel,
+        data_parallel=data_parallel,
+    )
+    for name, value in degrees.items():
         if not isinstance(value, int) or value < 1:
-            raise SpecJAXError(f"{name} must be a whole number of at least 1, got {value!r}")
+            raise SpecJAXError(f"{name} must be an integer of at least 1, got {value!r}")
     if tensor_parallel % draft_tensor_parallel:
         raise SpecJAXError(
-            f"draft_tensor_parallel={draft_tensor_parallel} does not divide "
-            f"tensor_parallel={tensor_parallel}; it may be {_listed(divisors(tensor_parallel))}"
+            f"draft_tensor_parallel={draft_tensor_parallel} must divide "
+            f"tensor_parallel={tensor_parallel}; choose from {_listed(divisors(tensor_parallel))}"
         )
     return data_parallel, draft_tensor_parallel, tensor_parallel // draft_tensor_parallel
 
 
 def degree(mesh: Mesh | None, role: str) -> int:
-    """Over how many devices one copy of the "target" or "draft" is split."""
+    """Returns over how many devices one copy of the "target" or the "draft" is split."""
     return math.prod(mesh.shape[axis] for axis in MODEL_AXES[role]) if mesh else 1
 
 
 def dp_size(mesh: Mesh | None) -> int:
-    """Parts of the batch."""
+    """Returns the number of data-parallel replicas."""
     return mesh.shape[DATA] if mesh else 1
 
 
-def split_over(size: int, whole: int, role: str) -> tuple[str, ...]:
-    """Mesh axes over which a model's arrays are split; none where `size` of an axis is all that the
-    `whole` has."""
-    return MODEL_AXES[role] if size < whole else ()
+def model_axes(mesh: Mesh | None, role: str) -> tuple[str, ...]:
+    """Returns the mesh axes over which a model is split; none where each device has all of it."""
+    return MODEL_AXES[role] if degree(mesh, role) > 1 else ()
 
 
-def check(cfg: LlamaConfig, num_shards: int, role: str) -> None:
-    """Whether a model can be split over so many devices.
+def check_shardable(config: LlamaConfig, num_shards: int, role: str) -> None:
+    """Checks that a model can be split over `num_shards` devices.
 
     Raises:
-      SpecJAXError: it cannot; with the degrees that it can be split by.
+      SpecJAXError: it cannot. The message lists the degrees that work.
     """
-    for size, what in (
-        (cfg.num_kv_heads, "kv heads"),
-        (cfg.intermediate_size, "feed-forward channels"),
-        (cfg.vocab_size, "tokens"),
-    ):
+    sizes = {
+        "kv heads": config.num_kv_heads,
+        "feed-forward channels": config.intermediate_size,
+        "vocabulary entries": config.vocab_size,
+    }
+    for what, size in sizes.items():
         if size % num_shards:
-            works = divisors(math.gcd(cfg.num_kv_heads, cfg.intermediate_size, cfg.vocab_size))
+            degrees = _listed(divisors(math.gcd(*sizes.values())))
             raise SpecJAXError(
-                f"the {role} cannot be split over {num_shards} devices, which do not divide its {size} "
-                f"{what}; degrees that work: {_listed(works)}"
+                f"the {role} cannot be split over {num_shards} devices: its {size} {what} are not "
+                f"divisible by {num_shards}; choose from {degrees}"
             )
 
 
-def specs(tree: Any, role: str, unnamed: PartitionSpec = PartitionSpec()):  # noqa: B008
-    """How each array of a pytree is split, as a tree of `PartitionSpec`s.
+# --- Which axes of an array are split -------------------------------------------------------------
+
+
+def specs(tree: Any, role: str):
+    """Returns how each array of a pytree is split, as a tree of `PartitionSpec`s.
 
     Args:
       tree: parameters, a `DecodeState`, or anything else; arrays or their shapes.
       role: "target" or "draft", the key of a table in `RULES`.
-      unnamed: of arrays whose name has no letters for its axes.
+
+    Raises:
+      SpecJAXError: for an array whose name does not end in one letter per axis.
     """
+    return jax.tree.map_with_path(lambda path, leaf: _spec(path, leaf, role), tree)
 
-    def spec(path, leaf):
-        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        name, _, axes = next(filter(None, reversed(names)), "").rpartition("_")
-        if (
-            not name
-            or len(axes) != np.ndim(leaf)
-            or not all(axis.isupper() or axis.isdigit() for axis in axes)
-        ):
-            return unnamed if np.ndim(leaf) else PartitionSpec()
-        return PartitionSpec(*(RULES[role].get(axis) for axis in axes))
 
-    return jax.tree.map_with_path(spec, tree)
+def _spec(path, leaf, role: str) -> PartitionSpec:
+    if not np.ndim(leaf):
+        return PartitionSpec()
+    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+    name = next(filter(None, reversed(names)), "")
+    axes = name.rpartition("_")[2]
+    is_declared = all(axis.isupper() or axis.isdigit() for axis in axes)
+    if not is_declared or len(axes) != np.ndim(leaf):
+        raise SpecJAXError(
+            f"on a mesh the name of an array must end in one letter per axis, such as embed_VD; "
+            f"{jax.tree_util.keystr(path) or 'an array without a name'} has {np.ndim(leaf)} axes"
+        )
+    return PartitionSpec(*(RULES[role].get(axis) for axis in axes))
 
 
 def shardings(tree: Any, mesh: Mesh, role: str):
-    """`specs` on a mesh, as a tree of `NamedSharding`s."""
+    """Returns `specs` on a mesh, as a tree of `NamedSharding`s."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, role))
 
 
 def place(params: Any, mesh: Mesh | None, role: str):
-    """Parameters on the devices of a mesh, split as those of that role are; as they are where there
-    is none."""
+    """Puts parameters on the devices of a mesh; returns them as they are where there is no mesh."""
     return params if mesh is None else jax.device_put(params, shardings(params, mesh, role))
 
 
 def is_placed(embed_VD: jax.Array, mesh: Mesh | None, role: str) -> bool:
-    """Whether a model with this embedding is split as one of that role is."""
-    return mesh is None or embed_VD.sharding.is_equivalent_to(
-        NamedSharding(mesh, PartitionSpec(MODEL_AXES[role])), 2
-    )
+    """Returns whether the embedding is sharded as `role` requires."""
+    if mesh is None:
+        return True
+    expected = NamedSharding(mesh, PartitionSpec(MODEL_AXES[role]))
+    return embed_VD.sharding.is_equivalent_to(expected, embed_VD.ndim)
 
 
-def put(tree: Any, mesh: Mesh | None, unnamed: PartitionSpec = PartitionSpec(DATA)):  # noqa: B008
-    """Arrays of the host, the same in every process, on the default device or on the mesh: split by
-      their letters, or
-    as `unnamed` says, which is by rows."""
+# --- Between the host and the devices -------------------------------------------------------------
+
+
+def put(tree: Any, mesh: Mesh | None, spec: PartitionSpec | None = ROWS):
+    """Puts arrays of the host on the default device, or on the mesh.
+
+    Args:
+      tree: arrays, the same in every process.
+      mesh: None for the default device.
+      spec: how all of them are split, by default along the first axis over the batch; None to
+        split each by the letters of its name. Scalars are repeated.
+    """
     if mesh is None:
         return jax.device_put(tree)
 
     def distribute(x, spec):
-        return jax.make_array_from_callback(
-            x.shape, NamedSharding(mesh, spec), lambda index: x[index]
-        )
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    return jax.tree.map(distribute, tree, specs(tree, "target", unnamed))
+    if spec is None:
+        split = specs(tree, "target")
+    else:
+        split = jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), tree)
+    return jax.tree.map(distribute, tree, split)
 
 
 def get(tree: Any):
-    """The whole arrays, on the host of every process that has a part of them."""
+    """Returns whole arrays on the host of every process that has a part of them."""
 
     def whole(x):
-        spread = isinstance(x, jax.Array) and not x.is_fully_addressable
-        return multihost_utils.process_allgather(x, tiled=True) if spread else x
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return multihost_utils.process_allgather(x, tiled=True)
+        return x
 
     return jax.device_get(jax.tree.map(whole, tree))
 
 
 def check_alike(values: Any, mesh: Mesh | None) -> None:
-    """Whether all processes of a mesh were given the same values: arrays of the host, numbers,
-    texts.
+    """Checks that all processes of a mesh were given the same values.
+
+    Args:
+      values: pytree of host arrays, numbers and strings.
+      mesh: the mesh; nothing is checked where one process has all of it.
 
     Raises:
       SpecJAXError: in every process, where they were not.
@@ -217,43 +247,98 @@ def check_alike(values: Any, mesh: Mesh | None) -> None:
         raise SpecJAXError("the processes of this run were not given the same prompts and options")
 
 
-def on_mesh(
-    function: Callable, mesh: Mesh | None, *in_specs, out_specs: Callable | None = None
-) -> Callable:
-    """The function, run by every device on its own shards; the function itself where there is no
-    mesh.
+# --- Inside a program -----------------------------------------------------------------------------
+
+
+def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:
+    """Returns the function, run by every device on its own shards.
+
+    Devices exchange what the function says, and nothing else. Without a mesh it is the function
+    itself, and the specs are not needed.
 
     Args:
-      function: of as many pytrees as there are `in_specs`. Devices exchange what it says and
-        nothing else.
-      mesh: from `make_mesh`.
-      *in_specs: trees of `PartitionSpec`s.
-      out_specs: makes the tree for the result of the result's shapes; None where that is like the
-        last argument.
+      function: of as many pytrees as there are `in_specs`.
+      mesh: from `make_mesh`, or None.
+      in_specs: trees of `PartitionSpec`s, one for each argument, or a function `args -> in_specs`.
+      out_specs: the tree for the result, or a function that makes it from the result's shapes.
     """
     if mesh is None:
         return function
+    function = jax.jit(function)  # traced once, though its shapes are asked for first
 
-    if out_specs is not None:
-        function = jax.jit(function)  # or it would be traced twice
-
-    def mapped(out_specs):
-        # It cannot be told that copies agree: that follows from what they are made of.
+    def mapped(in_specs, out_specs):
+        # check_vma cannot prove that replicated outputs agree; they do, since they are computed
+        # from identical inputs.
         return jax.shard_map(
             function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def run(*args):
-        if out_specs is None:
-            return mapped(in_specs[-1])(*args)
-        # A shard's own shapes: all that is wanted is which arrays there are.
-        return mapped(out_specs(jax.eval_shape(mapped(PartitionSpec()), *args)))(*args)
+        split = in_specs(*args) if callable(in_specs) else in_specs
+        if not callable(out_specs):
+            return mapped(split, out_specs)(*args)
+        # The shapes of a shard: only the structure of the result matters.
+        shapes = jax.eval_shape(mapped(split, PartitionSpec()), *args)
+        return mapped(split, out_specs(shapes))(*args)
 
     return run
 
 
+def agree(tree: Any, mesh: Mesh | None, axes: tuple[str, ...] = ()):
+    """Returns the same integers on all devices that share a sequence: those of the first.
+
+    Devices that repeat a draft model compute the same tokens, but might round differently.
+
+    Args:
+      tree: integer arrays.
+      mesh: from `make_mesh`, or None.
+      axes: mesh axes over which they are the same already.
+    """
+    copies = tuple(axis for axis in MODEL_AXES["target"] if axis not in axes)
+    if mesh is None or all(mesh.shape[axis] == 1 for axis in copies):
+        return tree
+    is_first = jax.lax.axis_index(copies) == 0
+    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_first, x, 0), copies), tree)
+
+
+def logits_axes(num_columns: int, vocab_size: int, mesh: Mesh | None) -> tuple[str, ...]:
+    """Returns the mesh axes over which a drafter's logits are split.
+
+    Args:
+      num_columns: of its logits on one device: the whole vocabulary, or the draft model's or the
+        target's shard of it.
+      vocab_size: V of the whole vocabulary.
+      mesh: from `make_mesh`, or None.
+
+    Raises:
+      SpecJAXError: for any other number of columns.
+    """
+    draft_size = vocab_size // degree(mesh, "draft")
+    target_size = vocab_size // degree(mesh, "target")
+    if num_columns == vocab_size:
+        return ()
+    if num_columns == draft_size:
+        return MODEL_AXES["draft"]
+    if num_columns == target_size:
+        return MODEL_AXES["target"]
+    raise SpecJAXError(
+        f"a drafter's logits must have {vocab_size} columns, or those of a shard of the draft "
+        f"model, {draft_size}, or of the target, {target_size}; got {num_columns}"
+    )
+
+
+def target_shard(logits_BV, vocab_size: int, mesh: Mesh | None, axes: tuple[str, ...]):
+    """Returns this device's shard of the target's vocabulary, from logits split over `axes`."""
+    target_size = vocab_size // degree(mesh, "target")
+    if logits_BV.shape[1] == target_size:
+        return logits_BV
+    rest = tuple(axis for axis in MODEL_AXES["target"] if axis not in axes)
+    start = jax.lax.axis_index(rest) * target_size
+    return jax.lax.dynamic_slice_in_dim(logits_BV, start, target_size, axis=1)
+
+
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """Returns all divisors, in order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

@@ -1,10 +1,9 @@
-"""From logits to a distribution, and from a distribution to a token: the one place for temperature, filters and
-randomness.
+"""From logits to distributions and tokens: the one place for temperature, filters and randomness.
 
-Drafts, verified tokens and bonus tokens all go through `draw`, so a filter can never hold for one
-and not for another. Every random number comes from a key made of (sequence seed, absolute position,
-stream), so a sequence's text depends neither on its neighbours or its row in the batch nor on how
-the loop is cut into calls.
+Drafts, verified tokens and bonus tokens all go through `sample`, so a filter holds for all of them
+or for none. Every random number comes from a key made of (sequence seed, absolute position,
+stream). The text of a sequence therefore depends neither on its neighbours or its row in the
+batch nor on how the loop is cut into calls.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from specjax import parallel
+from specjax.config import Runtime
 from specjax.kernels import sampling as passes
-from specjax.kernels.sampling import AxisName, Distribution
-from specjax.kernels.sampling.partial import finite, inverse
+from specjax.kernels.sampling import Distribution, finite, inverse
 
 
 class Stream(enum.IntEnum):
-    """Purposes of random numbers. Those that must be independent have different streams."""
+    """Purposes of random numbers. Numbers that must be independent have different streams."""
 
-    TARGET = (
-        0  # tokens of the target: plain, correction and bonus; `coupled` drafts share it on purpose
-    )
+    TARGET = 0  # tokens of the target; drafts under `coupled` share it on purpose
     DRAFT = 1  # tokens of the drafter under `rejection`
     ACCEPT = 2  # acceptance uniforms under `rejection`
 
@@ -34,17 +32,17 @@ class Stream(enum.IntEnum):
 class SamplingArrays:
     """How each sequence is sampled.
 
-    A field that is None is off in all rows, and what it would need is not even compiled.
+    A field that is None is off in all rows, and nothing is compiled for it.
 
     Attributes:
       seed_B: uint32.
-      temperature_B: float32, at least 0; 0 is greedy: the first most likely token. None: all rows
-        are.
-      top_k_B: int32; only tokens at least as likely as the k-th may come; 0 is off.
-      top_p_B: float32 in (0, 1]; the fewest most likely tokens with at least this mass (after
-        top-k); 1 is off.
-      min_p_B: float32 in [0, 1]; only tokens with at least this share of the largest probability; 0
-        is off.
+      temperature_B: float32, at least 0; 0 is greedy: the first token of the largest logit. None:
+        all rows are greedy.
+      top_k_B: int32; only tokens at least as likely as the k-th are sampled; 0 is off.
+      top_p_B: float32 in (0, 1]; only the fewest most likely tokens with at least this mass are
+        sampled (after top-k); 1 is off.
+      min_p_B: float32 in [0, 1]; only tokens with at least this share of the largest probability
+        are sampled; 0 is off.
     """
 
     seed_B: jax.Array
@@ -54,125 +52,154 @@ class SamplingArrays:
     min_p_B: jax.Array | None = None
 
 
-def params(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingArrays:
-    """The same from arrays for all fields, on the host: None for what is off in all rows."""
-    fields = dict(
+def arrays(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingArrays:
+    """Returns `SamplingArrays` of host arrays, with None for what is off in all rows."""
+    values_and_off = dict(
         temperature_B=(temperature_B, 0),
         top_k_B=(top_k_B, 0),
         top_p_B=(top_p_B, 1),
         min_p_B=(min_p_B, 0),
     )
-    return SamplingArrays(
-        seed_B, **{name: x_B for name, (x_B, off) in fields.items() if (x_B != off).any()}
-    )
+    used = {name: x_B for name, (x_B, off) in values_and_off.items() if (x_B != off).any()}
+    return SamplingArrays(seed_B, **used)
 
 
-def draw(
+def sample(
+    runtime: Runtime,
     logits_BTV: jax.Array,
-    sampling: SamplingArrays,
+    arrays: SamplingArrays,
     position_BT: jax.Array | None,
     stream: Stream | None,
-    *,
-    num_valid: int | None = None,
-    axis_name: AxisName = None,
-    implementation: str | None = None,
+    axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, Distribution]:
-    """Draws a token from the distribution of each row of logits: temperature first, then top-k, top-p and
-      min-p.
+    """Samples a token from each row of logits: temperature first, then top-k, top-p and min-p.
 
-    The noise is a function of (seed, position, stream) alone, so two distributions drawn with the same three
-    agree as often as their shapes let them. A token of probability 0 is never drawn.
+    The noise is a function of (seed, position, stream) alone. Two distributions sampled with the
+    same three agree as often as their shapes allow. A token of probability 0 is never sampled.
 
     Args:
+      runtime: valid tokens and implementation (static).
       logits_BTV: `[B, T, V]`.
-      sampling: see `SamplingArrays`.
-      position_BT: int32 absolute position of each token to be drawn.
-      stream: purpose of the draw; None for the most likely token instead.
-      num_valid: token ids at or above it have probability 0 (static); None for none.
-      axis_name: mesh axis, or axes, over which the vocabulary is split, inside `jax.shard_map`; V
-        is then a shard's.
-      implementation: of the pass over the vocabulary, see `kernels.dispatch.choose` (static).
+      arrays: temperatures, filters and seeds.
+      position_BT: int32 absolute position of each token to be sampled.
+      stream: purpose of the sample; None for the argmax instead.
+      axes: mesh axes over which the vocabulary is split, inside `jax.shard_map`; V is then that of
+        a shard (static).
 
     Returns:
-      int32 `[B, T]`, and the distributions.
+      Tokens, int32 `[B, T]`, and their distributions.
     """
-    key_BT2 = None if stream is None else keys(sampling, position_BT, stream)
-    threshold_BT = thresholds(logits_BTV, sampling, num_valid, axis_name)
-    return passes.draw(
+    key_BT2 = None if stream is None else keys(arrays, position_BT, stream)
+    return passes.sample_pass(
         logits_BTV,
-        sampling.temperature_B,
-        threshold_BT,
+        arrays.temperature_B,
+        thresholds(runtime, logits_BTV, arrays, axes),
         key_BT2,
-        num_valid=num_valid,
-        axis_name=axis_name,
-        implementation=implementation,
+        implementation=runtime.implementation,
+        **vocabulary(runtime, axes),
     )
+
+
+def sample_draft(
+    runtime: Runtime,
+    vocab_size: int,
+    logits_BV: jax.Array,
+    arrays: SamplingArrays,
+    position_B: jax.Array,
+    stream: Stream,
+) -> tuple[jax.Array, Distribution]:
+    """Samples a draft token for each row, which is the same on all devices of a mesh.
+
+    Args:
+      runtime: static.
+      vocab_size: V of the target's whole vocabulary (static).
+      logits_BV: the drafter's; see `parallel.logits_axes` for the number of columns.
+      arrays: temperatures, filters and seeds.
+      position_B: int32 absolute position of the token.
+      stream: purpose of the sample.
+
+    Returns:
+      Tokens, int32 `[B]`, and their distributions without the axis T, over this device's part of
+      the target's vocabulary: verification compares the two where they are.
+    """
+    mesh = runtime.mesh
+    axes = parallel.logits_axes(logits_BV.shape[1], vocab_size, mesh)
+    token_B1, distribution = sample(
+        runtime, logits_BV[:, None], arrays, position_B[:, None], stream, axes
+    )
+    distribution = jax.tree.map(lambda x: x[:, 0], distribution)
+    shard_BV = parallel.target_shard(distribution.logits_BTV, vocab_size, mesh, axes)
+    token_B = parallel.agree(token_B1[:, 0], mesh, axes)
+    return token_B, distribution._replace(logits_BTV=shard_BV)
+
+
+def vocabulary(runtime: Runtime, axes: tuple[str, ...]) -> dict:
+    """Returns what the passes need to know of the vocabulary, as keyword arguments."""
+    return dict(num_valid=runtime.num_valid_tokens, axis_name=axes or None)
 
 
 def thresholds(
-    logits_BTV: jax.Array,
-    sampling: SamplingArrays,
-    num_valid: int | None = None,
-    axis_name: AxisName = None,
+    runtime: Runtime, logits_BTV: jax.Array, arrays: SamplingArrays, axes: tuple[str, ...] = ()
 ) -> jax.Array | None:
-    """Least logit that passes all filters, float32 `[B, T]`; None where there are no filters.
+    """Returns the smallest logit that passes all filters, float32 `[B, T]`; None without filters.
 
     Every filter keeps the tokens whose logit reaches a threshold, so tokens that tie are kept or
-    dropped together. It
-    is compared with logits as they came: a scaled one may be rounded differently each time that the
-      compiler computes
-    it, and would then not reach itself. Of a shard, only counts and masses leave it. Arguments as
-    for `draw`.
+    dropped together. The threshold is compared with unscaled logits: a scaled one may be rounded
+    differently each time that the compiler computes it, and would then not reach itself. Only
+    counts and masses leave a shard. Arguments as for `sample`.
     """
-    if sampling.temperature_B is None or (sampling.top_k_B, sampling.top_p_B, sampling.min_p_B) == (
-        None,
-        None,
-        None,
-    ):
+    filters = arrays.top_k_B, arrays.top_p_B, arrays.min_p_B
+    if arrays.temperature_B is None or filters == (None, None, None):
         return None
     V = logits_BTV.shape[-1]
-    num_shards, shard = (
-        (jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)) if axis_name else (1, 0)
-    )
+    first_token = jax.lax.axis_index(axes) * V if axes else 0
     logits_BTV = finite(logits_BTV)
-    if num_valid is not None:
-        logits_BTV = jnp.where(jnp.arange(V) + shard * V < num_valid, logits_BTV, -jnp.inf)
+    if runtime.num_valid_tokens is not None:
+        is_valid_V = jnp.arange(V) + first_token < runtime.num_valid_tokens
+        logits_BTV = jnp.where(is_valid_V, logits_BTV, -jnp.inf)
     largest_BT = logits_BTV.max(axis=-1)
-    if axis_name:
-        largest_BT = jax.lax.pmax(largest_BT, axis_name)
+    if axes:
+        largest_BT = jax.lax.pmax(largest_BT, axes)
+
     order_BTV = _order(logits_BTV)
-    threshold_BT = jnp.broadcast_to(_order(jnp.float32(-jnp.inf)), logits_BTV.shape[:2])
-    if sampling.top_k_B is not None:
-        k_B1 = jnp.where(
-            sampling.top_k_B > 0, jnp.minimum(sampling.top_k_B, num_shards * V), num_shards * V
-        )[:, None]
-        threshold_BT = _largest_threshold(order_BTV, jnp.ones_like(order_BTV), k_B1, axis_name)
-    if sampling.top_p_B is not None:
-        scale_B11 = inverse(sampling.temperature_B)[:, None, None]
-        weight_BTV = jnp.exp((logits_BTV - largest_BT[..., None]) * scale_B11)
-        weight_BTV = jnp.where(order_BTV >= threshold_BT[..., None], weight_BTV, 0)
-        # The most likely token always passes, even where p times the mass underflows.
-        mass_BT = _sum(weight_BTV, axis_name)
-        enough_BT = jnp.maximum(sampling.top_p_B[:, None] * mass_BT, 1e-37)
-        nucleus_BT = _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name)
-        threshold_BT = jnp.where(
-            sampling.top_p_B[:, None] < 1, jnp.maximum(threshold_BT, nucleus_BT), threshold_BT
-        )
+    lowest = _order(jnp.float32(-jnp.inf))
+    threshold_BT = jnp.broadcast_to(lowest, logits_BTV.shape[:2])
+    if arrays.top_k_B is not None:
+        threshold_BT = _top_k(order_BTV, arrays.top_k_B, axes)
+    if arrays.top_p_B is not None:
+        nucleus_BT = _top_p(logits_BTV, largest_BT, order_BTV, threshold_BT, arrays, axes)
+        is_on_B1 = arrays.top_p_B[:, None] < 1
+        threshold_BT = jnp.where(is_on_B1, jnp.maximum(threshold_BT, nucleus_BT), threshold_BT)
     threshold_BT = _from_order(threshold_BT)
-    if sampling.min_p_B is not None:
-        min_p_B1 = sampling.min_p_B[:, None]
-        floor_BT = largest_BT + sampling.temperature_B[:, None] * jnp.log(
-            jnp.maximum(min_p_B1, 1e-30)
-        )
-        threshold_BT = jnp.maximum(threshold_BT, jnp.where(min_p_B1 > 0, floor_BT, -jnp.inf))
+    if arrays.min_p_B is not None:
+        min_p_B1 = arrays.min_p_B[:, None]
+        distance_B1 = arrays.temperature_B[:, None] * jnp.log(jnp.maximum(min_p_B1, 1e-30))
+        lowest_BT = jnp.where(min_p_B1 > 0, largest_BT + distance_B1, -jnp.inf)
+        threshold_BT = jnp.maximum(threshold_BT, lowest_BT)
     return threshold_BT
 
 
-def _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name: AxisName):
-    """The largest t such that the tokens of order t and above weigh enough: exact, by search over
-    the digits of t.
+def _top_k(order_BTV, top_k_B, axes: tuple[str, ...]):
+    V = order_BTV.shape[-1] * (jax.lax.axis_size(axes) if axes else 1)
+    k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, V), V)
+    return _largest_threshold(order_BTV, jnp.ones_like(order_BTV), k_B[:, None], axes)
 
-    Nothing is sorted. Every pass reads the vocabulary once, and finds one digit.
+
+def _top_p(logits_BTV, largest_BT, order_BTV, threshold_BT, arrays, axes: tuple[str, ...]):
+    scale_B11 = inverse(arrays.temperature_B)[:, None, None]
+    weight_BTV = jnp.exp((logits_BTV - largest_BT[..., None]) * scale_B11)
+    weight_BTV = jnp.where(order_BTV >= threshold_BT[..., None], weight_BTV, 0)
+    mass_BT = _sum(weight_BTV, axes)
+    # The most likely token always passes, even where p times the mass underflows.
+    enough_BT = jnp.maximum(arrays.top_p_B[:, None] * mass_BT, 1e-37)
+    return _largest_threshold(order_BTV, weight_BTV, enough_BT, axes)
+
+
+def _largest_threshold(order_BTV, weight_BTV, enough_BT, axes: tuple[str, ...]):
+    """Returns the largest t such that the tokens of order t and above weigh enough.
+
+    It is exact, found by search over the digits of t. Nothing is sorted. Every pass reads the
+    vocabulary once, and finds one digit.
     """
 
     def search(digit_bits: int, unroll: bool):
@@ -180,10 +207,11 @@ def _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name: AxisName):
 
         def find_digit(i, t_BT):
             shift = 32 - digit_bits * (i + 1)
-            tries_BTY = t_BT[..., None] + (digits << shift)
-            reach = order_BTV[:, :, None] >= tries_BTY[..., None]
-            weight_BTY = _sum(jnp.where(reach, weight_BTV[:, :, None], 0), axis_name)
-            return t_BT + ((weight_BTY >= enough_BT[..., None]).sum(axis=-1) << shift)
+            tries = t_BT[..., None] + (digits << shift)
+            reaches = order_BTV[:, :, None] >= tries[..., None]
+            weights = _sum(jnp.where(reaches, weight_BTV[:, :, None], 0), axes)
+            num_enough_BT = (weights >= enough_BT[..., None]).sum(axis=-1)
+            return t_BT + (num_enough_BT << shift)
 
         lowest_BT = jnp.full(order_BTV.shape[:2], -(2**31), jnp.int32)
         return jax.lax.fori_loop(0, 32 // digit_bits, find_digit, lowest_BT, unroll=unroll)
@@ -194,32 +222,35 @@ def _largest_threshold(order_BTV, weight_BTV, enough_BT, axis_name: AxisName):
 
 
 def _order(x):
-    """int32 in the order of the floats."""
+    """Returns int32 in the order of the floats."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return jnp.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 def _from_order(order):
     """The inverse of `_order`."""
-    return jax.lax.bitcast_convert_type(
-        jnp.where(order >= 0, order, order ^ 0x7FFFFFFF), jnp.float32
-    )
+    bits = jnp.where(order >= 0, order, order ^ 0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _sum(x, axis_name: AxisName):
-    """Over the last axis, and over the shards of it."""
+def _sum(x, axes: tuple[str, ...]):
+    """Returns the sum over the last axis, and over the shards of it."""
     total = x.sum(axis=-1)
-    return jax.lax.psum(total, axis_name) if axis_name else total
+    return jax.lax.psum(total, axes) if axes else total
 
 
-def uniform(sampling: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
-    """One uniform of [0, 1) per position, float32 `[B, T]`; it can be exactly 0, never 1."""
-    return passes.uniform(keys(sampling, position_BT, stream))
+def uniform(arrays: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
+    """Returns one uniform in [0, 1) per position, float32 `[B, T]`; it can be exactly 0."""
+    return passes.uniform(keys(arrays, position_BT, stream))
 
 
-def keys(sampling: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
-    """A key per position, int32 `[B, T, 2]`. Distinct keys have independent noise (see
-    `kernels.sampling.noise`), so that seed, position and stream make up the two words as they are."""
+def keys(arrays: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
+    """Returns a key per position, int32 `[B, T, 2]`.
+
+    Distinct keys have independent noise (see `kernels.sampling.noise`), so that seed, position and
+    stream make up the two words as they are.
+    """
     low_BT = position_BT.astype(jnp.int32) * len(Stream) + int(stream)
-    seed_B = jax.lax.bitcast_convert_type(sampling.seed_B, jnp.int32)
-    return jnp.stack([jnp.broadcast_to(seed_B[:, None], low_BT.shape), low_BT], axis=-1)
+    seed_B = jax.lax.bitcast_convert_type(arrays.seed_B, jnp.int32)
+    high_BT = jnp.broadcast_to(seed_B[:, None], low_BT.shape)
+    return jnp.stack([high_BT, low_BT], axis=-1)

@@ -1,17 +1,17 @@
-"""Accepting drafts so that what is emitted follows the target's distribution exactly.
+"""Verification: accepts drafts so that the output follows the target's distribution exactly.
 
-`rejection` (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
-algorithm 1; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative
-Sampling", algorithm 2): a draft d is accepted with probability min(1, p(d) / q(d)); the first one
-that is not is replaced by a draw from the residual max(p - q, 0). That is the coupling of p and q
-that agrees most often.
+Two methods, both lossless. p is the target's distribution and q the drafter's, after temperature
+and filters:
 
-`coupled`: the target's token is drawn as if there were no drafts, from its own distribution with the noise
-of its position, and drafts are accepted for as long as they equal it. The drafter uses the same
-noise. It agrees a little less often, but the text for a given seed is exactly that of plain
-sampling, whatever the drafter.
+  rejection  Accept a draft d with probability min(1, p(d) / q(d)). Replace the first rejected draft
+             by a sample from the residual, proportional to max(p - q, 0) (Leviathan et al. 2023,
+             algorithm 1; Chen et al. 2023, algorithm 2). This accepts the most drafts.
+  coupled    Sample the target's token with the noise of its position, exactly as plain decoding
+             would. Accept drafts for as long as they equal it. The drafter uses the same noise, so
+             the text for a seed does not depend on the drafter.
 
-Temperature 0 is a distribution that is one at a single token, in both.
+At temperature 0 both distributions are one-hot, and both methods accept a draft if and only if it
+is the target's argmax.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import sampling as sampling_lib
+from specjax import parallel, sampling
+from specjax.config import Runtime
+from specjax.drafters.base import Draft
 from specjax.kernels import sampling as passes
-from specjax.kernels.sampling import AxisName, Distribution
+from specjax.kernels.sampling import Distribution
 from specjax.sampling import SamplingArrays, Stream
 
-MODES = ("rejection", "coupled")
+METHODS = ("rejection", "coupled")
 
 
 class Verified(NamedTuple):
-    """Outcome of a round.
+    """Outcome of verifying one block of T = M + 1 tokens.
 
     Attributes:
-      tokens_BT: int32 `[B, T]`, accepted drafts, then one token of the target's own; what follows
-        means nothing.
+      tokens_BT: int32 `[B, T]`, the accepted drafts, then one token of the target: the recovered
+        token after a rejection, else the bonus token. Later entries are undefined.
       accepted_B: int32 `[B]`, number of accepted drafts.
-      usable_BT: bool `[B, T]`, whether the target's logits were numbers, of which a token can be
-        drawn. Where they were not, the token means nothing.
+      usable_BT: bool `[B, T]`, whether a token can be sampled from the target's logits. Where they
+        are NaN the token is undefined.
     """
 
     tokens_BT: jax.Array
@@ -46,55 +48,125 @@ class Verified(NamedTuple):
 
 
 def verify(
-    mode: str,
+    method: str,
+    runtime: Runtime,
     logits_BTV: jax.Array,
-    draft_BM: jax.Array,
-    count_B: jax.Array,
-    draft_distribution: tuple[Distribution, ...] | None,
-    sampling: SamplingArrays,
+    draft: Draft,
+    arrays: SamplingArrays,
     position_B: jax.Array,
-    *,
-    num_valid: int | None = None,
-    axis_name: AxisName = None,
-    implementation: str | None = None,
 ) -> Verified:
-    """Verifies a chain of K drafts with the target's logits at T = K + 1 positions.
+    """Verifies a chain of M drafts with the target's logits at T = M + 1 positions.
 
     Args:
-      mode: one of `MODES` (static).
-      logits_BTV: the target's, after the pending token and after each draft.
-      draft_BM: int32 drafts. K may be 0.
-      count_B: int32, how many of the K drafts are real in each row; the others are never accepted.
-      draft_distribution: the K distributions that the drafts were drawn from, see `kernels.sampling.reject`; None for
-        deterministic guesses (a distribution of one on the guess). Not used by `coupled`.
-      sampling: temperatures, filters and seeds.
+      method: one of `METHODS` (static).
+      runtime: static.
+      logits_BTV: the target's, after the pending token and after each draft. M may be 0.
+      draft: with `count_B`, the number of real drafts per row; the others are never accepted.
+      arrays: temperatures, filters and seeds.
       position_B: int32 absolute position of the first token that this round emits.
-      num_valid, axis_name, implementation: as for `sampling.draw`.
     """
-    options = dict(num_valid=num_valid, axis_name=axis_name, implementation=implementation)
-    T = logits_BTV.shape[1]
-    position_BT = position_B[:, None] + jnp.arange(T)
-    # Without drafts or temperature there is nothing that could be rejected by chance.
-    if mode == "coupled" or T == 1 or sampling.temperature_B is None:
-        tokens_BT, distribution = sampling_lib.draw(
-            logits_BTV, sampling, position_BT, Stream.TARGET, **options
-        )
-        accepted_B = passes.accepted_prefix(tokens_BT[:, :-1] == draft_BM, count_B)
-        return Verified(tokens_BT, accepted_B, passes.usable(distribution.largest_BT))
-    argmax_BT, distribution = sampling_lib.draw(logits_BTV, sampling, None, None, **options)
-    u_BM = sampling_lib.uniform(sampling, position_BT[:, :-1], Stream.ACCEPT)
-    key_BT2 = sampling_lib.keys(sampling, position_BT, Stream.TARGET)
-    accepted_B, own_B = passes.reject(
-        distribution,
-        argmax_BT,
-        draft_BM,
-        count_B,
-        draft_distribution,
-        sampling.temperature_B,
-        u_BM,
-        key_BT2,
-        **options,
+    position_BT = position_B[:, None] + jnp.arange(logits_BTV.shape[1])
+    has_drafts = logits_BTV.shape[1] > 1
+    is_greedy = arrays.temperature_B is None
+    # Without drafts or temperature nothing can be rejected by chance.
+    if method == "rejection" and has_drafts and not is_greedy:
+        return _verify_rejection(runtime, logits_BTV, draft, arrays, position_BT)
+    return _verify_coupled(runtime, logits_BTV, draft, arrays, position_BT)
+
+
+def _verify_coupled(runtime, logits_BTV, draft: Draft, arrays, position_BT) -> Verified:
+    axes = parallel.model_axes(runtime.mesh, "target")
+    tokens_BT, target = sampling.sample(
+        runtime, logits_BTV, arrays, position_BT, Stream.TARGET, axes
     )
-    drafts_BT = jnp.pad(draft_BM, ((0, 0), (0, 1)))
-    tokens_BT = jnp.where(jnp.arange(T) < accepted_B[:, None], drafts_BT, own_B[:, None])
-    return Verified(tokens_BT, accepted_B, passes.usable(distribution.largest_BT))
+    agrees_BM = tokens_BT[:, :-1] == draft.tokens_BM
+    accepted_B = accepted_prefix(agrees_BM, draft.count_B)
+    return Verified(tokens_BT, accepted_B, passes.usable(target.largest_BT))
+
+
+def _verify_rejection(runtime, logits_BTV, draft: Draft, arrays, position_BT) -> Verified:
+    M = draft.tokens_BM.shape[1]
+    axes = parallel.model_axes(runtime.mesh, "target")
+    argmax_BT, target = sampling.sample(runtime, logits_BTV, arrays, None, None, axes)
+    is_greedy_B = arrays.temperature_B == 0
+
+    p_BM = _probability(runtime, axes, _first_rows(target, M), draft.tokens_BM, arrays)
+    p_BM = jnp.where(is_greedy_B[:, None], draft.tokens_BM == argmax_BT[:, :M], p_BM)
+    q_BM = _draft_probability(runtime, axes, draft, arrays)
+    # A draft whose q is not a positive finite number was not sampled from q: the drafter's logits
+    # are NaN. It is rejected, and nothing is subtracted from p.
+    is_sampled_BM = (q_BM > 0) & (q_BM < jnp.inf)
+    u_BM = sampling.uniform(arrays, position_BT[:, :M], Stream.ACCEPT)
+    # As a product, so that u = 0 accepts whatever the target can emit, and nothing else.
+    accepted_B = accepted_prefix(is_sampled_BM & (u_BM * q_BM < p_BM), draft.count_B)
+
+    is_rejection_B = accepted_B < draft.count_B
+    subtract_B = is_rejection_B & _at(is_sampled_BM, jnp.minimum(accepted_B, M - 1))
+    key_BT2 = sampling.keys(arrays, position_BT, Stream.TARGET)
+    residual = passes.residual_pass(
+        target,
+        draft.tokens_BM,
+        draft.distributions,
+        draft.sampled_B,
+        accepted_B,
+        subtract_B,
+        arrays.temperature_B,
+        _at(key_BT2, accepted_B),
+        implementation=runtime.implementation,
+        **sampling.vocabulary(runtime, axes),
+    )
+    # Where p = q but for rounding, nothing is left, and p itself is right.
+    recovered_B = jnp.where(residual.mass > 0, residual.token, residual.target_token)
+    recovered_B = jnp.where(is_greedy_B, _at(argmax_BT, accepted_B), recovered_B)
+
+    drafts_BT = jnp.pad(draft.tokens_BM, ((0, 0), (0, 1)))
+    is_accepted_BT = jnp.arange(M + 1) < accepted_B[:, None]
+    tokens_BT = jnp.where(is_accepted_BT, drafts_BT, recovered_B[:, None])
+    return Verified(tokens_BT, accepted_B, passes.usable(target.largest_BT))
+
+
+def _draft_probability(runtime, axes, draft: Draft, arrays):
+    """Returns q of each draft, `[B, M]`: 0 where its logits are unusable, 1 where it is certain."""
+    if draft.distributions is None:
+        return jnp.ones(draft.tokens_BM.shape, jnp.float32)
+    columns = []
+    for m, q in enumerate(draft.distributions):
+        one_row = jax.tree.map(lambda x: x[:, None], q)
+        q_B1 = _probability(runtime, axes, one_row, draft.tokens_BM[:, m : m + 1], arrays)
+        q_B1 = jnp.where((arrays.temperature_B == 0)[:, None], 1, q_B1)
+        columns.append(jnp.where(passes.usable(one_row.largest_BT), q_B1, 0))
+    q_BM = jnp.concatenate(columns, axis=1)
+    return q_BM if draft.sampled_B is None else jnp.where(draft.sampled_B[:, None], q_BM, 1)
+
+
+def _probability(runtime, axes, distribution: Distribution, tokens_BT, arrays):
+    return passes.probability(
+        distribution, tokens_BT, arrays.temperature_B, **sampling.vocabulary(runtime, axes)
+    )
+
+
+def _first_rows(distribution: Distribution, count: int) -> Distribution:
+    return jax.tree.map(lambda x_BT: x_BT[:, :count], distribution)
+
+
+def _at(x_BT, index_B):
+    """Returns one entry of each row, along the second axis."""
+    index = index_B.reshape(-1, *[1] * (x_BT.ndim - 1))
+    return jnp.take_along_axis(x_BT, index, axis=1)[:, 0]
+
+
+def accepted_prefix(ok_BM: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Returns how many of the first `count_B` entries of each row are True before a False."""
+    is_real_BM = jnp.arange(ok_BM.shape[1]) < count_B[:, None]
+    return jnp.cumprod((ok_BM & is_real_BM).astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def unusable_drafts(draft: Draft) -> jax.Array:
+    """Returns how many drafts per row were sampled from unusable logits, int32 `[B]`.
+
+    Their logits are NaN, or all -inf. `rejection` accepts none of them.
+    """
+    count_B = jnp.zeros_like(draft.count_B)
+    for m, q in enumerate(draft.distributions or ()):
+        count_B += (m < draft.count_B) & ~passes.usable(q.largest_BT)
+    return count_B if draft.sampled_B is None else jnp.where(draft.sampled_B, count_B, 0)

@@ -16,9 +16,11 @@ import pytest
 from rich.console import Console
 
 import specjax
-from specjax.cli import common, demo, jsonl, main
+from specjax.cli import jsonl, main
 from specjax.engine import eagle_heads as heads
 from specjax.engine.generate import Completion, Generation
+from specjax.report import stream as streams
+from specjax.report import tables
 from specjax.train import init_head
 from support import folders
 from support.cli import Outcome, check_refused, write_lines, write_model, write_prompts
@@ -165,7 +167,7 @@ class TestGenerate:
         assert "The texts with and without speculation are identical." in outcome.out
         assert re.search(r"plain .* speculative", outcome.out)
         assert re.search(r"^ speedup +\S? +\S? +\d+\.\d\dx", outcome.out, re.MULTILINE), outcome.out
-        assert "a round costs, in plain steps" in outcome.out
+        assert "cost of a round, in plain steps" in outcome.out
 
     def test_compare_of_sampled_texts(self, command, folder):
         arguments = (
@@ -177,7 +179,9 @@ class TestGenerate:
         )
         outcome = command(*arguments)
         assert outcome.code == 0
-        assert "Sampled texts differ with speculation" in outcome.out
+        assert (
+            "Sampled texts may differ with speculation; their distribution does not." in outcome.out
+        )
         assert "identical" not in outcome.out
         outcome = command(*arguments, "--verify=coupled")
         assert outcome.code == 0
@@ -296,7 +300,7 @@ def test_convert_generate_export(command, folder, tmp_path):
 def test_demo(command, folder, tmp_path, monkeypatch):
     rows = {"name": "first", "messages": CHAT}, {"name": "second", "prompt": "or"}
     path = write_prompts(tmp_path / "prompts.jsonl", *rows)
-    monkeypatch.setattr(demo, "PROMPTS", path)
+    monkeypatch.setattr(jsonl, "DEMO_PROMPTS", path)
     outcome = command("demo", f"--target={folder}", "--max_new_tokens=20")
     assert (outcome.code, outcome.err) == (0, "")
     assert "The texts with and without speculation are identical." in outcome.out
@@ -320,8 +324,8 @@ def test_demo_of_a_target_with_a_head(command, folder, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(heads, "SHIPPED", tmp_path / "heads")
     monkeypatch.setattr(
-        demo,
-        "PROMPTS",
+        jsonl,
+        "DEMO_PROMPTS",
         write_prompts(
             tmp_path / "prompts.jsonl",
             {"name": "first", "prompt": "hello"},
@@ -438,13 +442,13 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "parts"),
         [
-            (["foo"], ["command 'foo' does not exist", "generate, convert, export"]),
-            (["--target=x"], ["command '--target=x' does not exist"]),
+            (["foo"], ["unknown command 'foo'; choose from generate, convert, export"]),
+            (["--target=x"], ["unknown command '--target=x'; choose from generate"]),
             (["generate", "--target=x", "--foo=1"], ["foo"]),
             (["generate", "--target=x", "foo"], ["'foo' is not a flag"]),
             (
                 ["generate", "--target=x", "--drafter=foo"],
-                ["drafter 'foo' does not exist", "eagle, ngram"],
+                ["unknown drafter 'foo'; choose from none,", "eagle, ngram"],
             ),
             (["generate", "--target=x", "--verify=foo"], ["--verify=foo", "rejection|coupled"]),
             (["generate", "--target=x", "--dtype=int8"], ["--dtype=int8", "float32"]),
@@ -500,7 +504,7 @@ class TestBadInput:
         [
             (
                 ["--num_speculative_tokens=0"],
-                ["--num_speculative_tokens=0: 0 is not a positive integer"],
+                ["--num_speculative_tokens=0: 0 is not an integer in the range [1, 128]"],
             ),
             (["--temperature=-1"], ["temperature must be at least 0", "got -1.0"]),
             (["--top_p=0"], ["top_p must be in (0, 1], got 0.0"]),
@@ -509,7 +513,7 @@ class TestBadInput:
             (["--min_p=2"], ["min_p must be in [0, 1], got 2.0"]),
             (["--seed=-1"], ["seed must be in [0, 2**32), got -1"]),
             (["--max_new_tokens=0"], ["max_new_tokens", "got 0"]),
-            (["--page_size=0"], ["page_size must be a whole number of at least 1, got 0"]),
+            (["--page_size=0"], ["page_size must be an integer of at least 1, got 0"]),
             (
                 ["--implementation=mosaic_gpu"],
                 ["'mosaic_gpu' cannot run here", "compute capability 9.0", "'cpu'"],
@@ -524,19 +528,22 @@ class TestBadInput:
                 ["--drafter_options: 'min_n' is not of the form name=number"],
             ),
             (["--drafter_options=foo=1"], ["drafter 'ngram' has no option 'foo'"]),
-            (["--drafter=draft_model"], ["the drafter 'draft_model' needs a draft model"]),
+            (["--drafter=draft_model"], ["--drafter=draft_model requires a draft model: --draft"]),
             (
                 ["--tensor_parallel=4"],
-                ["the target cannot be split over 4 devices", "2 kv heads", "that work: 1, 2"],
+                ["the target cannot be split over 4 devices", "2 kv heads", "choose from 1, 2"],
             ),
-            (["--tensor_parallel=3"], ["tensor_parallel=3 = 3 does not divide the 8 devices"]),
+            (
+                ["--tensor_parallel=3"],
+                ["tensor_parallel=3 = 3 must divide the number of devices, 8"],
+            ),
             (
                 ["--data_parallel=16"],
-                ["data_parallel=16 x tensor_parallel=1 takes 16 devices, and there are 8"],
+                ["data_parallel=16 x tensor_parallel=1 requires 16 devices, got 8"],
             ),
             (
                 ["--tensor_parallel=0"],
-                ["tensor_parallel must be a whole number of at least 1, got 0"],
+                ["tensor_parallel must be an integer of at least 1, got 0"],
             ),
             (["--drafter=eagle"], ["no head comes with SpecJAX for a model of this shape"]),
             (
@@ -595,7 +602,7 @@ class TestBadInput:
             ),
             (
                 '{"prompt": "a", "temprature": 1}',
-                "unknown key 'temprature'; known: prompt, messages, name, domain",
+                "unknown key 'temprature'; choose from prompt, messages, name, domain",
             ),
             ('{"prompt": "a", "temperature": [1]}', "'temperature' must be a number, got [1]"),
             ('{"prompt": "a", "top_k": "3"}', "'top_k' must be a number, got '3'"),
@@ -733,7 +740,7 @@ class TestTextStream:
             [target.tokenizer.decode([i]) for i in ids[1:]],
         )
         console = terminal()
-        stream = common.TextStream(console, target, ["> title"])
+        stream = streams.TextStream(console, target, ["> title"])
         stream.on_tokens(0, ids[:1], [False], False)
         assert hello in console.export_text(clear=False), "text is shown as it comes"
         stream.on_tokens(0, ids[1:], [True] * len(rest), True)
@@ -746,7 +753,7 @@ class TestTextStream:
         texts = ["hello world", "a é and 日本", "third"]
         ids = [target.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         console = terminal()
-        stream = common.TextStream(console, target, ["> one", "> two", "> three"], legend=False)
+        stream = streams.TextStream(console, target, ["> one", "> two", "> three"], legend=False)
 
         def push(index, start, stop, finished):
             stream.on_tokens(
@@ -774,7 +781,7 @@ class TestTextStream:
     def test_nothing_is_printed_before_there_are_tokens(self, target):
         """An option that cannot be used is then refused on a clean screen."""
         console = terminal()
-        stream = common.TextStream(console, target, ["> a"])
+        stream = streams.TextStream(console, target, ["> a"])
         assert console.export_text(clear=False) == ""
         stream.on_tokens(0, target.tokenizer.encode("b", add_special_tokens=False), [True], True)
         assert console.export_text() == "accepted drafts  the target's bonus tokens\n\n> a\nb\n\n"
@@ -782,7 +789,7 @@ class TestTextStream:
     def test_markup_in_a_text_is_shown_as_it_is(self, target):
         text = "[red]x[/red] [0] :smile:"
         console = terminal()
-        stream = common.TextStream(console, target, ["> [bold]a"], legend=False)
+        stream = streams.TextStream(console, target, ["> [bold]a"], legend=False)
         ids = target.tokenizer.encode(text, add_special_tokens=False)
         stream.on_tokens(0, ids, [False] * len(ids), True)
         assert console.export_text() == f"> [bold]a\n{text}\n\n"
@@ -790,7 +797,7 @@ class TestTextStream:
     def test_half_a_character_at_the_end_is_not_lost(self, target):
         ids = target.tokenizer.encode("日", add_special_tokens=False)[:2]
         console = terminal()
-        common.TextStream(console, target, ["> a"], legend=False).on_tokens(
+        streams.TextStream(console, target, ["> a"], legend=False).on_tokens(
             0, ids, [False, True], True
         )
         assert console.export_text() == f"> a\n{target.tokenizer.decode(ids)}\n\n"
@@ -836,7 +843,7 @@ def test_speed_table():
     ]
     console = terminal()
     console.print(
-        common.speed_table(
+        tables.speed_table(
             "title", {"plain": plain, "speculative": speculative}, {"speculative": 3}
         )
     )
@@ -855,7 +862,7 @@ def test_speed_table():
     assert rows["tokens per round with drafts"] == [f"{19 / 6:.2f}"]
     assert rows["E = (1-α^(K+1))/(1-α) predicts"] == [f"{(1 - alpha**4) / (1 - alpha):.2f}"]
     assert rows["accepted at draft position 1, 2, ..."] == ["0.83 0.67 0.67"]
-    assert rows["a round costs, in plain steps"] == [f"{10 / 7:.2f}"]
+    assert rows["cost of a round, in plain steps"] == [f"{10 / 7:.2f}"]
     assert rows["speedup"] == ["2.00x"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from specjax import llama
 from specjax.config import LlamaConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from support.loop import GENERATE, compilations, prepare, result
 from support.models import Model, make_drafter
 
@@ -59,7 +59,7 @@ def arguments(name, prompts=PROMPTS):
     )
 
 
-@pytest.fixture(scope="module", params=["none", *base.names(), "ngram,eagle"])
+@pytest.fixture(scope="module", params=["none", *registry.names(), "ngram,eagle"])
 def compiled(request):
     """A drafter's name, arguments of a call, its program, and the instructions: (name, type,
     dimensions, operation)."""

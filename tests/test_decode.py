@@ -11,7 +11,7 @@ import pytest
 from specjax import decode, kv_cache, llama
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.errors import SpecJAXError
 from support.loop import CAPACITY, GENERATE, prepare, result, run
 from support.models import (
@@ -91,8 +91,8 @@ def test_a_draft_that_is_the_target_is_always_accepted(K, page_size, greedy):
         TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=30, page_size=page_size
     )
     assert got.emitted == greedy.emitted
-    np.testing.assert_array_equal(got.state.accepted_BS, got.state.drafted_BS)
-    assert (got.state.rounds_B == -(-30 // (K + 1))).all()
+    np.testing.assert_array_equal(got.state.log.accepted_BS, got.state.log.drafted_BS)
+    assert (got.state.log.rounds_B == -(-30 // (K + 1))).all()
 
 
 # --- End of sequence and budget -------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_nothing_is_emitted_past_an_end_of_sequence_token(greedy):
         assert got.emitted == expected
         assert not got.state.active_B.any()
         np.testing.assert_array_equal(
-            got.state.emitted_BS.sum(axis=1), [len(emitted) for emitted in expected]
+            got.state.log.emitted_BS.sum(axis=1), [len(emitted) for emitted in expected]
         )
     assert (
         len(
@@ -155,7 +155,11 @@ def test_a_stop_inside_a_block_that_the_budget_cuts_is_still_a_stop(greedy):
         eos=(stop,),
     )
     assert got.emitted[row] == greedy.emitted[row][:3] and got.emitted[row][-1] == stop
-    counts = (got.state.rounds_B[row], got.state.accepted_BS[row, 0], got.state.emitted_BS[row, 0])
+    counts = (
+        got.state.log.rounds_B[row],
+        got.state.log.accepted_BS[row, 0],
+        got.state.log.emitted_BS[row, 0],
+    )
     assert tuple(map(int, counts)) == (1, 3, 3)
 
 
@@ -165,7 +169,7 @@ def test_a_prompt_that_leaves_no_budget_emits_nothing(greedy):
         TARGET, PROMPTS, drafter=oracle(5), draft_params=oracle_params(greedy), max_new=max_new
     )
     assert got.emitted == [emitted[:n] for emitted, n in zip(greedy.emitted, max_new, strict=True)]
-    assert got.state.rounds_B.tolist() == [0, 1] * (B // 2)
+    assert got.state.log.rounds_B.tolist() == [0, 1] * (B // 2)
 
 
 # --- Counts ---------------------------------------------------------------------------------------
@@ -191,9 +195,13 @@ def test_rounds_count_what_was_drafted_accepted_and_emitted(greedy):
             accepted = next((i for i in range(drafted) if position + i in wrong), drafted)
             expected.append((drafted, accepted, accepted + 1))
             position += accepted + 1
-        rounds = int(got.state.rounds_B[row])
+        rounds = int(got.state.log.rounds_B[row])
         counts = np.stack(
-            [got.state.drafted_BS[row], got.state.accepted_BS[row], got.state.emitted_BS[row]],
+            [
+                got.state.log.drafted_BS[row],
+                got.state.log.accepted_BS[row],
+                got.state.log.emitted_BS[row],
+            ],
             axis=1,
         )
         assert (
@@ -324,9 +332,9 @@ def test_both_caches_equal_a_fresh_computation_after_every_round():
     )
     rejections = 0
     while state.active_B.any():
-        row_B, round_B = np.arange(B), np.array(state.rounds_B)
+        row_B, round_B = np.arange(B), np.array(state.log.rounds_B)
         state = GENERATE(params, draft_params, config, state, jnp.int32(1))
-        rejections += np.asarray(state.accepted_BS < state.drafted_BS)[row_B, round_B].sum()
+        rejections += np.asarray(state.log.accepted_BS < state.log.drafted_BS)[row_B, round_B].sum()
         alive = np.asarray(state.active_B)
         length_B = np.asarray(state.length_B)
         last_B2 = np.take_along_axis(
@@ -440,7 +448,7 @@ def test_positions_may_reach_and_pass_the_models_own_limit():
 # --- Ids that must not come out -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["none", *base.names()])
+@pytest.mark.parametrize("drafter", ["none", *registry.names()])
 def test_ids_beyond_the_valid_ones_are_never_emitted(drafter):
     """Though they have the largest logits of all, in target and draft model, and the prompts are
     full of them."""
@@ -489,11 +497,11 @@ def test_a_drafter_whose_logits_are_not_numbers_leaves_the_plain_text(sampled, m
         verify=mode,
         **SAMPLING,
     )
-    drafted_B = np.asarray(got.state.drafted_BS).sum(axis=1)
+    drafted_B = np.asarray(got.state.log.drafted_BS).sum(axis=1)
     if name == "embed_VD":  # only texts that have had the token
-        assert 0 < int(got.state.unusable_drafts_B.sum()) < drafted_B.sum()
+        assert 0 < int(got.state.log.unusable_drafts_B.sum()) < drafted_B.sum()
     else:
-        np.testing.assert_array_equal(got.state.unusable_drafts_B, drafted_B)
+        np.testing.assert_array_equal(got.state.log.unusable_drafts_B, drafted_B)
     if mode == "coupled" or name != "embed_VD":
         assert got.emitted == sampled.emitted
     assert not got.state.failed_B.any()
@@ -519,7 +527,7 @@ def test_a_row_ends_where_the_targets_logits_are_not_numbers(drafter, temperatur
     assert got.emitted == expected
     assert got.state.failed_B.tolist() == ends
     np.testing.assert_array_equal(
-        got.state.emitted_BS.sum(axis=1), [len(emitted) for emitted in expected]
+        got.state.log.emitted_BS.sum(axis=1), [len(emitted) for emitted in expected]
     )
 
 

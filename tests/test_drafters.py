@@ -12,10 +12,10 @@ import pytest
 import scipy.stats
 
 from specjax import kv_cache
-from specjax.drafters import base
+from specjax.drafters import base, registry
 from specjax.drafters.base import Context
 from specjax.errors import SpecJAXError
-from specjax.verify import MODES
+from specjax.verify import METHODS
 from support.distributions import reference_distribution
 from support.loop import compilations, run
 from support.models import full_logits, make_drafter, similar, tiny, tiny_head
@@ -57,14 +57,14 @@ def chi_square_p(counts, distribution, trials) -> float:
     return scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1)
 
 
-@pytest.fixture(params=[*base.names(), "ngram,eagle"])
+@pytest.fixture(params=[*registry.names(), "ngram,eagle"])
 def name(request):
     return request.param
 
 
 class TestEveryDrafter:
     @pytest.mark.parametrize(("K", "page_size"), [(1, 4), (2, 3), (5, 48)])
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", METHODS)
     def test_the_text_is_that_of_plain_decoding(self, name, mode, K, page_size):
         """Of greedy rows in both modes; of all rows, however they sample, where drafts are coupled
         to the target."""
@@ -84,18 +84,19 @@ class TestEveryDrafter:
         assert [len(emitted) for emitted in got.emitted] == MAX_NEW
         self.check_counts(got.state, K)
         assert (
-            got.state.accepted_BS.sum() > 0 and (got.state.accepted_BS < got.state.drafted_BS).any()
+            got.state.log.accepted_BS.sum() > 0
+            and (got.state.log.accepted_BS < got.state.log.drafted_BS).any()
         )
 
     def check_counts(self, state, K):
-        rounds = np.arange(state.tokens_BS.shape[1]) < np.asarray(state.rounds_B)[:, None]
+        rounds = np.arange(state.tokens_BS.shape[1]) < np.asarray(state.log.rounds_B)[:, None]
         drafted_BS, accepted_BS, emitted_BS = map(
-            np.asarray, (state.drafted_BS, state.accepted_BS, state.emitted_BS)
+            np.asarray, (state.log.drafted_BS, state.log.accepted_BS, state.log.emitted_BS)
         )
         assert (accepted_BS <= drafted_BS).all() and (drafted_BS <= K).all()
         np.testing.assert_array_equal(emitted_BS, np.where(rounds, accepted_BS + 1, 0))
         np.testing.assert_array_equal(
-            emitted_BS.sum(axis=1), state.length_B - state.prompt_length_B
+            emitted_BS.sum(axis=1), state.length_B - state.request.prompt_length_B
         )
 
     def test_its_caches_are_empty_when_all_rows_are_done(self, name):
@@ -119,7 +120,7 @@ class TestEveryDrafter:
             assert run(TARGET, PROMPTS, drafter=again, **options).emitted == first.emitted
         assert not compiled
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", METHODS)
     def test_the_sampled_distribution_is_the_targets(self, name, mode):
         """Chi-square over the joint distribution of three tokens, with and without filters; nothing outside
         a filter comes out.
@@ -148,7 +149,9 @@ class TestEveryDrafter:
             capacity=8,
             **columns,
         )
-        accepted = np.asarray(got.state.accepted_BS).sum() / np.asarray(got.state.drafted_BS).sum()
+        accepted = (
+            np.asarray(got.state.log.accepted_BS).sum() / np.asarray(got.state.log.drafted_BS).sum()
+        )
         assert 0.1 < accepted < 0.95
         texts = np.array(list(itertools.product(range(V), repeat=depth)))
         logits = full_logits(
@@ -171,10 +174,10 @@ class TestEveryDrafter:
 
 
 def test_drafters_are_found_by_name_and_named_when_they_are_not():
-    assert {"draft_model", "ngram"} <= set(base.names())
+    assert {"draft_model", "ngram"} <= set(registry.names())
     message = "drafter 'crystal_ball' does not exist; there is: none, draft_model, eagle, ngram"
     with pytest.raises(SpecJAXError, match=message):
-        base.make("crystal_ball", 3, TARGET.config)
+        registry.make("crystal_ball", 3, TARGET.config)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
 )
 def test_drafters_that_cannot_be_are_refused(arguments, options, message):
     with pytest.raises(SpecJAXError, match=message):
-        base.make(*arguments, options=options)
+        registry.make(*arguments, options=options)
 
 
 def test_options_are_of_the_type_of_their_defaults(monkeypatch):
@@ -244,11 +247,11 @@ def test_options_are_of_the_type_of_their_defaults(monkeypatch):
         DRAFT=None, make=lambda k, target, draft, *, scale=1.0, word="a": (k, scale, word)
     )
     monkeypatch.setattr(base, "_modules", lambda name: [module])
-    assert base.make("own", 2, TARGET.config, options={"scale": 2, "word": "b"}) == (2, 2, "b")
+    assert registry.make("own", 2, TARGET.config, options={"scale": 2, "word": "b"}) == (2, 2, "b")
     with pytest.raises(
         SpecJAXError, match="'scale' of the drafter 'own' must be of type float, got 'b'"
     ):
-        base.make("own", 2, TARGET.config, options={"scale": "b"})
+        registry.make("own", 2, TARGET.config, options={"scale": "b"})
 
 
 def looked_up(text, K, min_n, max_n):
@@ -268,7 +271,7 @@ def looked_up(text, K, min_n, max_n):
 @pytest.mark.parametrize("alphabet", [2, 4, 20])
 def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
     K, S, rows = 5, 24, 400
-    drafter = base.make("ngram", K, TARGET.config, options=dict(min_n=min_n, max_n=max_n))
+    drafter = registry.make("ngram", K, TARGET.config, options=dict(min_n=min_n, max_n=max_n))
     rng = np.random.default_rng(alphabet)
     tokens_BS = rng.integers(0, alphabet, (rows, S), np.int32)
     length_B = rng.integers(1, S + 1, rows, np.int32)
@@ -286,6 +289,6 @@ def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
 
 def test_prompt_lookup_without_a_match_decodes_one_token_a_round():
     prompts = [list(range(row, 2 * row + 1)) for row in range(B)]
-    got = run(TARGET, prompts, drafter=base.make("ngram", 3, TARGET.config), max_new=2)
-    assert not got.state.drafted_BS.any() and (got.state.rounds_B == 2).all()
+    got = run(TARGET, prompts, drafter=registry.make("ngram", 3, TARGET.config), max_new=2)
+    assert not got.state.log.drafted_BS.any() and (got.state.log.rounds_B == 2).all()
     assert got.emitted == run(TARGET, prompts, max_new=2).emitted

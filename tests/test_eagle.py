@@ -129,7 +129,9 @@ def test_a_drafter_that_no_row_needs_is_not_run_and_catches_up():
             checked += 1
     assert checked >= len(PROMPTS)
     assert result(state).emitted == plain.emitted
-    assert (np.asarray(state.accepted_BS)[:, :3] == K).all()  # what the first one says comes first
+    assert (
+        np.asarray(state.log.accepted_BS)[:, :3] == K
+    ).all()  # what the first one says comes first
 
 
 def test_tokens_outside_the_reduced_vocabulary_are_never_guessed():

@@ -11,7 +11,7 @@ import pytest
 
 from specjax import decode, llama, parallel, sampling
 from specjax.config import LlamaConfig
-from specjax.drafters import base
+from specjax.drafters import base, registry
 from specjax.engine import generate as generation
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
@@ -90,7 +90,7 @@ def counts():
     """By drafter, the drafts that one device accepts in each row and round."""
     return {
         name: np.asarray(GENERATE(*arguments(name, verify="coupled")).accepted_BS)
-        for name in (*base.names(), "ngram,eagle")
+        for name in (*registry.names(), "ngram,eagle")
     }
 
 
@@ -119,7 +119,7 @@ def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
     are the same."""
     state = GENERATE(*arguments(name, degrees, verify="coupled"))
     assert result(state).emitted == plain
-    np.testing.assert_array_equal(state.accepted_BS, counts[name])
+    np.testing.assert_array_equal(state.log.accepted_BS, counts[name])
     assert counts[name].sum() > 10
     assert_copies_agree(state)
 
@@ -142,7 +142,7 @@ def test_rejection_with_filters(name, degrees):
         GENERATE(*arguments(name, d, K=2, verify="rejection", **options)) for d in (None, degrees)
     )
     assert result(state).emitted == result(alone).emitted
-    np.testing.assert_array_equal(state.accepted_BS, alone.accepted_BS)
+    np.testing.assert_array_equal(state.log.accepted_BS, alone.accepted_BS)
     assert 0 < alone.accepted_BS.sum() < alone.drafted_BS.sum()
     assert_copies_agree(state)
 
@@ -234,7 +234,7 @@ def test_every_parameter_and_pool_is_split_as_the_table_says():
     assert held(state.drafter.k_PKZH[0]) == (2, 2, 1, 1)
     assert held(state.tokens_BS) == held(state.cache.block_table_BX) == (2, 1)
     assert (
-        held(state.sampling.seed_B)
+        held(state.request.sampling.seed_B)
         == held(state.cache.free_P)
         == held(state.cache.num_free_C)
         == (2,)
@@ -271,9 +271,9 @@ def test_models_that_cannot_be_split():
         decode.DecodeConfig(CONFIG, mesh=three)
     narrow = dataclasses.replace(CONFIG, intermediate_size=26)
     with pytest.raises(SpecJAXError, match="26 feed-forward channels; degrees that work: 1, 2"):
-        parallel.check(narrow, 4, "draft")
+        parallel.check_shardable(narrow, 4, "draft")
     with pytest.raises(SpecJAXError, match="30 tokens; degrees that work: 1, 2"):
-        parallel.check(dataclasses.replace(CONFIG, vocab_size=30), 8, "draft")
+        parallel.check_shardable(dataclasses.replace(CONFIG, vocab_size=30), 8, "draft")
 
 
 def test_rows_that_the_mesh_does_not_divide():

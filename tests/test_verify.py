@@ -24,7 +24,7 @@ def random_logits(seed, *shape):
     ).astype(np.float32)
 
 
-@pytest.mark.parametrize("mode", verify.MODES)
+@pytest.mark.parametrize("mode", verify.METHODS)
 def test_without_drafts_both_modes_draw_the_targets_own_token(mode):
     logits_BTV = random_logits(1, 64, 1, 5)
     sampling, position_B = sampling_of(range(64)), jnp.arange(64)
@@ -52,7 +52,7 @@ def test_coupled_emits_what_plain_sampling_would_draw_and_accepts_what_equals_it
 
 
 @pytest.mark.parametrize("temperature", [0.0, None])
-@pytest.mark.parametrize("mode", verify.MODES)
+@pytest.mark.parametrize("mode", verify.METHODS)
 def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_token(
     mode, temperature
 ):
@@ -74,7 +74,7 @@ def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_to
         )
 
 
-@pytest.mark.parametrize("mode", verify.MODES)
+@pytest.mark.parametrize("mode", verify.METHODS)
 def test_ids_that_are_not_valid_are_neither_drawn_nor_accepted(mode):
     """The most likely column is one that pads the embedding, and the draft guesses it."""
     logits_BTV = random_logits(4, 128, 3, 6)

@@ -1,8 +1,23 @@
-"""Drawing tokens from logits and verifying drafts against them, over a vocabulary or a shard of
-one."""
+"""Passes over the logits of a whole vocabulary, or of a shard of one: sampling and residuals."""
 
-from specjax.kernels.sampling.api import AxisName, Distribution, accepted_prefix, draw, reject
+from specjax.kernels.sampling.api import (
+    AxisName,
+    Distribution,
+    probability,
+    residual_pass,
+    sample_pass,
+)
 from specjax.kernels.sampling.noise import uniform
-from specjax.kernels.sampling.partial import usable
+from specjax.kernels.sampling.partial import finite, inverse, usable
 
-__all__ = ["AxisName", "Distribution", "accepted_prefix", "draw", "reject", "uniform", "usable"]
+__all__ = [
+    "AxisName",
+    "Distribution",
+    "finite",
+    "inverse",
+    "probability",
+    "residual_pass",
+    "sample_pass",
+    "uniform",
+    "usable",
+]

@@ -22,10 +22,10 @@ THREADS = 128
 TILE = 2048  # 16 numbers per thread: with noise 127 registers, so that four blocks share a processor; 32 take 250
 
 
-def scan(
+def sample_pass(
     logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: int, *, interpret=None
 ) -> SoftmaxStats:
-    """See `xla.scan`; one part per tile. `interpret` is for tests: parameters of the Mosaic GPU
+    """See `xla.sample_pass`; one part per tile. `interpret` is for tests: parameters of the Mosaic GPU
     interpreter."""
     tiles = _Tiles(logits_RV)
     logits_RV, R = tiles.pad(logits_RV), logits_RV.shape[0]
@@ -37,7 +37,7 @@ def scan(
         tile, row = lax.axis_index("tile"), lax.axis_index("row")
         place, token, inside = tiles.place(tile, first_ref[0], num_valid)
         x = finite(tiles.load(x_ref, (row,), place))
-        kept = inside & ~(x < threshold_ref[row])  # see `xla.scan`
+        kept = inside & ~(x < threshold_ref[row])  # see `xla.sample_pass`
         x = jnp.where(kept, x, MASKED)
         largest = jnp.max(x)
         value, out = x, [largest]
@@ -52,46 +52,62 @@ def scan(
             ref[row, tile] = number
 
     dtypes = [jnp.float32] * (3 if sampled else 2) + [jnp.int32]
-    out = _call(body, "verify_scan", dtypes, R, tiles, interpret)(
+    out = _call(body, "sample_pass", dtypes, R, tiles, interpret)(
         logits_RV, temperature_R, threshold_R, key_R2, first_token.reshape(1)
     )
     return SoftmaxStats(*out) if sampled else SoftmaxStats(out[0], None, *out[1:])
 
 
-def residual(
-    p, q, row_B, subtract_B, temperature_B, key_B2, first_token, num_valid: int, *, interpret=None
+def residual_pass(
+    target,
+    draft_distributions,
+    draft_B,
+    sampled_B,
+    row_B,
+    subtract_B,
+    temperature_B,
+    key_B2,
+    first_token,
+    num_valid: int,
+    *,
+    interpret=None,
 ) -> ResidualSample:
-    """See `xla.residual`; one part per tile. Blocks of a row of temperature 0 end at once and write
-    nothing: what is in their outputs, NaN perhaps, goes no further than a token that `api.reject`
-    does not take."""
-    drafts = list(q) if isinstance(q, tuple) else []
-    tiles = _Tiles(p.logits_BTV, *(distribution.logits_BTV for distribution in drafts))
-    logits = [tiles.pad(distribution.logits_BTV) for distribution in (p, *drafts)]
-    guess_B = jnp.zeros_like(row_B) if drafts else q
+    """See `xla.residual_pass`; one part per tile.
+
+    Blocks of a row of temperature 0 end at once and write nothing. Their outputs, NaN perhaps, are
+    not used.
+    """
+    drafts = list(draft_distributions or ())
+    tiles = _Tiles(target.logits_BTV, *(distribution.logits_BTV for distribution in drafts))
+    logits = [tiles.pad(distribution.logits_BTV) for distribution in (target, *drafts)]
     draft_row_B = jnp.minimum(row_B, max(len(drafts) - 1, 0))
+    # The token that q is one-hot on; -1 where q is a sampled distribution.
+    one_hot_B = draft_B
+    if drafts:
+        one_hot_B = jnp.full_like(row_B, -1)
+    if drafts and sampled_B is not None:
+        one_hot_B = jnp.where(sampled_B, -1, draft_B)
 
-    def statistics(row_B, *columns_BT):
-        """Threshold, largest logit and total of the row in question, `[B, 3]`."""
-        return jnp.concatenate(
-            [jnp.take_along_axis(x_BT, row_B[:, None], axis=1) for x_BT in columns_BT], axis=1
-        )
+    def statistics(row_B, columns_BT):
+        """Returns threshold, largest logit and total of the row in question, `[B, 3]`."""
+        columns = [jnp.take_along_axis(x_BT, row_B[:, None], axis=1) for x_BT in columns_BT]
+        return jnp.concatenate(columns, axis=1)
 
-    target_B3 = statistics(row_B, *p[1:])
+    target_B3 = statistics(row_B, target[1:])
     draft_B3 = target_B3
     if drafts:
-        draft_B3 = statistics(
-            draft_row_B, *(jnp.stack(x_B, axis=1) for x_B in list(zip(*drafts, strict=True))[1:])
-        )
+        stacked = jax.tree.map(lambda *x_B: jnp.stack(x_B, axis=1), *(q[1:] for q in drafts))
+        draft_B3 = statistics(draft_row_B, stacked)
 
     def body(
         row_ref,
         draft_row_ref,
         subtract_ref,
-        guess_ref,
+        one_hot_ref,
         temperature_ref,
         key_ref,
         first_ref,
-        distribution_ref,
+        target_ref,
         draft_ref,
         x_ref,
         *refs,
@@ -104,60 +120,39 @@ def residual(
             place, token, inside = tiles.place(tile, first_ref[0], num_valid)
             scale = inverse(temperature_ref[b])
 
-            def dense(x, distribution_ref):
+            def dense(x, statistics_ref):
                 x = finite(x)
-                weight = jnp.exp((x - distribution_ref[b, 1]) * scale) * (
-                    1.0 / distribution_ref[b, 2]
-                )
-                return jnp.where(inside & (x >= distribution_ref[b, 0]), weight, 0.0)
+                total_inverse = 1.0 / statistics_ref[b, 2]
+                weight = jnp.exp((x - statistics_ref[b, 1]) * scale) * total_inverse
+                return jnp.where(inside & (x >= statistics_ref[b, 0]), weight, 0.0)
 
-            distribution = dense(tiles.load(x_ref, (b, row_ref[b]), place), distribution_ref)
-            for k, ref in enumerate(
-                draft_refs
-            ):  # each an array of its own: only the one that counts is read
+            p = dense(tiles.load(x_ref, (b, row_ref[b]), place), target_ref)
+            # Each draft's logits are an array of their own: only the one that counts is read.
+            for m, ref in enumerate(draft_refs):
 
-                @pl.when(draft_row_ref[b] == k)
+                @pl.when(draft_row_ref[b] == m)
                 def _(ref=ref):
                     staged[...] = tiles.load(ref, (b,), place).astype(jnp.float32)
 
-            other = jnp.where(token == guess_ref[b], 1.0, 0.0)
+            q = jnp.where(token == one_hot_ref[b], 1.0, 0.0)
             if drafts:
-                other = dense(tiles.load(staged, (), 0), draft_ref)
-            rest = jnp.maximum(
-                distribution - jnp.where(subtract_ref[b] > 0.0, other, 0.0), 0.0
-            )  # 0 * NaN is NaN
+                sampled = dense(tiles.load(staged, (), 0), draft_ref)
+                is_sampled = jnp.broadcast_to(one_hot_ref[b], sampled.shape) < 0
+                q = sampled if sampled_B is None else jnp.where(is_sampled, sampled, q)
+            # A select, since 0 * NaN is NaN.
+            rest = jnp.maximum(p - jnp.where(subtract_ref[b] > 0.0, q, 0.0), 0.0)
             noise = exponential(key_ref[b, 0], key_ref[b, 1], token)
-            out = [
-                jnp.sum(jnp.where(inside, rest, 0.0)),
-                *_best(rest / noise, token),
-                *_best(distribution / noise, token),
-            ]
+            mass = jnp.sum(jnp.where(inside, rest, 0.0))
+            out = [mass, *_best(rest / noise, token), *_best(p / noise, token)]
             for ref, number in zip(out_refs, out, strict=True):
                 ref[b, tile] = number
 
     dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.int32]
-    return ResidualSample(
-        *_call(
-            body,
-            "verify_residual",
-            dtypes,
-            row_B.shape[0],
-            tiles,
-            interpret,
-            scratch_types=[plgpu.SMEM((tiles.size,), jnp.float32)],
-        )(
-            row_B,
-            draft_row_B,
-            subtract_B.astype(jnp.float32),
-            guess_B,
-            temperature_B,
-            key_B2,
-            first_token.reshape(1),
-            target_B3,
-            draft_B3,
-            *logits,
-        )
-    )
+    staged = plgpu.SMEM((tiles.size,), jnp.float32)
+    B = row_B.shape[0]
+    call = _call(body, "residual_pass", dtypes, B, tiles, interpret, scratch_types=[staged])
+    scalars = row_B, draft_row_B, subtract_B.astype(jnp.float32), one_hot_B, temperature_B, key_B2
+    return ResidualSample(*call(*scalars, first_token.reshape(1), target_B3, draft_B3, *logits))
 
 
 class _Tiles:

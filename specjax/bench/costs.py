@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,24 +39,39 @@ class Costs:
     call_seconds: float
 
 
-@functools.lru_cache
-def zero_cost_drafter(K: int) -> Drafter:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroCost(Drafter):
     """A drafter that costs nothing and whose drafts are mostly wrong."""
 
-    def propose(params, state, context, draw):
-        return Draft(jnp.zeros((len(context.length_B), K), jnp.int32)), state
+    def propose(self, params, state, context, sample):
+        batch_size = len(context.length_B)
+        return Draft(jnp.zeros((batch_size, self.num_tokens), jnp.int32)), state
 
-    return Drafter(K, propose)
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlwaysDrafts(Drafter):
+    """A drafter with all of its drafts counted as real.
 
-def always_draft(drafter: Drafter) -> Drafter:
-    """The drafter, with all of its drafts counted as real."""
+    Attributes:
+      drafter: the drafter.
+    """
 
-    def propose(params, state, context, draw):
-        draft, state = drafter.propose(params, state, context, draw)
+    drafter: Drafter
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Those of the drafter."""
+        return self.drafter.aux_layers
+
+    def init(self, params, context, aux_hidden_BSD, chunk_size):
+        return self.drafter.init(params, context, aux_hidden_BSD, chunk_size)
+
+    def propose(self, params, state, context, sample):
+        draft, state = self.drafter.propose(params, state, context, sample)
         return draft._replace(count_B=None), state
 
-    return drafter._replace(propose=propose)
+    def update(self, params, state, context, verified, aux_hidden_BTD):
+        return self.drafter.update(params, state, context, verified, aux_hidden_BTD)
 
 
 def measure(
@@ -89,25 +103,17 @@ def measure(
     rng = np.random.default_rng(0)
     tokens_BS = rng.integers(0, target.num_valid_tokens, (batch_size, positions))
     temperature_B = np.full(batch_size, temperature, np.float32) if temperature else None
-    host_arrays = (
-        tokens_BS.astype(np.int32),
-        np.full(batch_size, length, np.int32),
-        np.full(batch_size, positions, np.int32),
-        np.full((batch_size, 1), -1, np.int32),
-        sampling.SamplingArrays(np.zeros(batch_size, np.uint32), temperature_B),
+    request = decode.RequestArrays(
+        prompt_length_B=np.full(batch_size, length, np.int32),
+        max_length_B=np.full(batch_size, positions, np.int32),
+        eos_BE=np.full((batch_size, 1), -1, np.int32),
+        sampling=sampling.SamplingArrays(np.zeros(batch_size, np.uint32), temperature_B),
     )
-    arrays = parallel.put(host_arrays, target.mesh)
+    arrays = parallel.put((tokens_BS.astype(np.int32), request), target.mesh)
+    runtime = target.runtime(setup.page_size, setup.implementation)
 
     def rounds(drafter, params=None, count=ROUNDS):
-        config = DecodeConfig(
-            target.config,
-            drafter,
-            setup.verify,
-            target.num_valid_tokens,
-            setup.page_size,
-            setup.implementation,
-            target.mesh,
-        )
+        config = DecodeConfig(target.config, drafter, setup.verify, runtime)
         limit = parallel.put(np.int32(count), target.mesh)
         start = decode.init_jit(target.params, params, config, *arrays, PREFILL_CHUNK)
 
@@ -121,10 +127,10 @@ def measure(
     timed = {
         "plain": rounds(None),
         "one": rounds(None, count=1),
-        "verify": rounds(zero_cost_drafter(K)),
+        "verify": rounds(ZeroCost(num_tokens=K)),
     }
     for i, (drafter, params) in enumerate(drafters):
-        timed[f"drafter {i}"] = rounds(always_draft(drafter), params)
+        timed[f"drafter {i}"] = rounds(AlwaysDrafts(num_tokens=K, drafter=drafter), params)
     plain, one, verify, *drafting = timing.interleaved(timed, repeats).values()
     return Costs(
         plain_seconds=plain / ROUNDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from rich.table import Table
@@ -110,22 +110,14 @@ def measure(
     runs: Runs = {}
     for temperature in temperatures:
         for number, (domain, ids) in enumerate(prompts):
+            options = {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "seed": seed + number,
+            }
             for _ in range(repeats):
-                for name, speculation in {"none": None, **speculations}.items():
-                    run = setup.generate(
-                        speculation,
-                        [ids],
-                        max_new_tokens=max_new_tokens,
-                        temperature=temperature,
-                        seed=seed + number,
-                    )
-                    if name == "none":
-                        plain = run
-                    if temperature == 0 and setup.is_exact:
-                        _check_equal(plain, run, name, domain)
+                for name, run in _decode_once(setup, ids, speculations, domain, options, on_run):
                     runs.setdefault((temperature, domain, name), []).append(run)
-                    if on_run:
-                        on_run()
     length = max(len(ids) for _, ids in prompts) + max_new_tokens // 2
     domains = sorted({domain for domain, _ in prompts})
     rows = []
@@ -145,6 +137,27 @@ def measure(
                 drafted = runs[temperature, domain, name]
                 rows.append(_row(domain, speculation, temperature, plain, drafted, cost, repeats))
     return rows
+
+
+def _decode_once(
+    setup: Setup,
+    ids: tuple[int, ...],
+    speculations: dict[str, Speculation],
+    domain: str,
+    options: dict,
+    on_run: Callable[[], None] | None,
+) -> Iterator[tuple[str, Generation]]:
+    """Decodes one prompt plainly, called "none", and with each drafter."""
+    plain = None
+    for name, speculation in {"none": None, **speculations}.items():
+        run = setup.generate(speculation, [ids], **options)
+        if name == "none":
+            plain = run
+        if options["temperature"] == 0 and setup.is_exact:
+            _check_equal(plain, run, name, domain)
+        yield name, run
+        if on_run:
+            on_run()
 
 
 def _check_equal(plain: Generation, run: Generation, name: str, domain: str) -> None:

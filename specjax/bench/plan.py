@@ -1,4 +1,4 @@
-"""What fits on a GPU and how fast decoding could be there, by arithmetic alone: for `specjax plan`."""
+"""specjax plan: what fits on a GPU and how fast decoding could be there, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ from specjax.report import tables
 
 
 class Gpu(NamedTuple):
-    """Memory in bytes, its bandwidth in bytes/s, and operations per second on dense bfloat16 or
-    float16 matrices."""
+    """Figures of a GPU.
+
+    Attributes:
+      memory: bytes.
+      bandwidth: of the memory, in bytes per second.
+      flops: operations per second on dense bfloat16 or float16 matrices.
+    """
 
     memory: float
     bandwidth: float
@@ -43,10 +48,12 @@ GPUS = {
 
 
 class Share(NamedTuple):
-    """What a device holds of a model, in bytes: weights, those of them that a pass reads, and the
-    KV of one token.
+    """What a device holds of a model, in bytes.
 
-    Of an embedding, a pass reads a few rows; all of it only where it is the output matrix too.
+    Attributes:
+      weights: all of them.
+      read: those that a pass reads: of an embedding a few rows, unless it is the output matrix too.
+      kv_per_token: keys and values of one token.
     """
 
     weights: int = 0
@@ -55,7 +62,12 @@ class Share(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Seconds that one pass takes a device at least: for reading memory, and for computing."""
+    """The least time of one pass on a device, in seconds.
+
+    Attributes:
+      reading: memory.
+      computing: matrix products.
+    """
 
     reading: float = 0.0
     computing: float = 0.0
@@ -118,91 +130,123 @@ class _Model:
     share: Share
 
 
-def make(
-    target: LlamaConfig,
-    draft: LlamaConfig | None,
-    gpu: Gpu,
-    *,
-    dtype: np.dtype,
-    tensor_parallel: int = 1,
-    draft_tensor_parallel: int = 1,
-    data_parallel: int = 1,
-    gpu_memory_utilization: float = 0.92,
-    num_speculative_tokens: int = 5,
-    batch_size: int = 1,
-    context: int = 1024,
-    plain_tokens_per_second: float | None = None,
-) -> Plan:
-    """A plan for sequences of `context` tokens each. The arguments are those of `specjax plan`.
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is decoded, and on how many devices. The fields are flags of `specjax plan`.
+
+    Attributes:
+      dtype: of weights, keys and values.
+      tensor_parallel: devices that share one copy of the target.
+      draft_tensor_parallel: devices that share one copy of the draft model.
+      data_parallel: replicas of both models.
+      gpu_memory_utilization: share of the memory that may be used.
+      num_speculative_tokens: K.
+      batch_size: sequences, on all devices together.
+      context: tokens of each sequence in the cache.
+      plain_tokens_per_second: measured speed of plain decoding; None if it was not measured.
+    """
+
+    dtype: np.dtype
+    tensor_parallel: int = 1
+    draft_tensor_parallel: int = 1
+    data_parallel: int = 1
+    gpu_memory_utilization: float = 0.92
+    num_speculative_tokens: int = 5
+    batch_size: int = 1
+    context: int = 1024
+    plain_tokens_per_second: float | None = None
+
+    @property
+    def rows(self) -> int:
+        """Sequences of each device."""
+        return -(-self.batch_size // self.data_parallel)
+
+
+def make(target: LlamaConfig, draft: LlamaConfig | None, gpu: Gpu, workload: Workload) -> Plan:
+    """Returns the plan for a target, and perhaps a draft model, on GPUs of one kind.
 
     Raises:
       SpecJAXError: models that do not go together, degrees that do not work, or models that do not
         fit.
     """
-    if not 0 < gpu_memory_utilization <= 1:
+    utilization = workload.gpu_memory_utilization
+    if not 0 < utilization <= 1:
         raise SpecJAXError(
-            f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization:g}"
+            f"gpu_memory_utilization must be above 0 and at most 1, got {utilization:g}"
         )
-    shape = parallel.mesh_shape(tensor_parallel, draft_tensor_parallel, data_parallel)
+    shape = parallel.mesh_shape(
+        workload.tensor_parallel, workload.draft_tensor_parallel, workload.data_parallel
+    )
     mesh = AbstractMesh(shape, parallel.MESH_AXES)
-    _check_draft(target, draft, draft_tensor_parallel)
-    models = {"target": _model(target, mesh, "target", dtype)}
+    _check_draft(target, draft, workload.draft_tensor_parallel)
+    models = {"target": _model(target, mesh, "target", workload.dtype)}
     if draft:
-        models["draft"] = _model(draft, mesh, "draft", dtype)
-    nothing = Share()
-    shares = {
-        "target": models["target"].share,
-        "draft": models["draft"].share if draft else nothing,
-    }
+        models["draft"] = _model(draft, mesh, "draft", workload.dtype)
+    shares = {role: model.share for role, model in models.items()}
     both = Share(*map(sum, zip(*shares.values(), strict=True)))
-    K, rows = num_speculative_tokens, -(-batch_size // data_parallel)
-    kv_needed = rows * context
-    reserve = _reserve(models, K, rows, context)
-    usable = gpu_memory_utilization * gpu.memory
+    K = workload.num_speculative_tokens
+    reserve = _reserve(models, workload)
+    usable = utilization * gpu.memory
     kv_tokens = math.floor((usable - both.weights - reserve) / both.kv_per_token)
-    if kv_tokens < kv_needed:
-        needed = {
-            "weights of the target": shares["target"].weights,
-            "of the draft model": shares["draft"].weights,
-            "logits and activations": reserve,
-            f"KV of {rows} x {context} tokens": kv_needed * both.kv_per_token,
-        }
-        listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.items())
-        raise SpecJAXError(
-            f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, but "
-            f"{sum(needed.values()) / 1e9:.2f} GB are needed: {listed}"
-        )
-
-    def step(role: str, tokens: int) -> Step:
-        model = models[role]
-        config, share = model.config, model.share
-        heads = config.num_layers * config.num_heads // model.shards
-        scores_and_mixture = 4 * heads * config.head_dim * context
-        flops = rows * tokens * (2 * share.read / dtype.itemsize + scores_and_mixture)
-        read = share.read + kv_needed * share.kv_per_token
-        return Step(read / gpu.bandwidth, flops / gpu.flops)
-
-    plain, overhead = step("target", 1), 0.0
-    if plain_tokens_per_second is not None:
-        overhead = batch_size / plain_tokens_per_second - plain.roofline
-        if not overhead >= 0:
-            raise SpecJAXError(
-                f"plain_tokens_per_second={plain_tokens_per_second:g} is above what the roofline "
-                f"of a step allows, {batch_size / plain.roofline:.1f}"
-            )
+    if kv_tokens < workload.rows * workload.context:
+        raise _too_large(shares, both, reserve, usable, workload)
+    plain = _step(models["target"], 1, gpu, workload)
     return Plan(
         target=shares["target"],
-        draft=shares["draft"],
+        draft=shares.get("draft", Share()),
         both=both,
         reserve=reserve,
         kv_tokens=kv_tokens,
         plain=plain,
-        verify=step("target", K + 1),
-        drafting=step("draft", 1) if draft else Step(),
-        overhead=overhead,
-        batch_size=batch_size,
+        verify=_step(models["target"], K + 1, gpu, workload),
+        drafting=_step(models["draft"], 1, gpu, workload) if draft else Step(),
+        overhead=_overhead(plain, workload),
+        batch_size=workload.batch_size,
         num_speculative_tokens=K,
     )
+
+
+def _too_large(
+    shares: dict[str, Share], both: Share, reserve: int, usable: float, workload: Workload
+) -> SpecJAXError:
+    """The error for models that do not fit."""
+    rows, context = workload.rows, workload.context
+    needed = {
+        "weights of the target": shares["target"].weights,
+        "of the draft model": shares.get("draft", Share()).weights,
+        "logits and activations": reserve,
+        f"KV of {rows} x {context} tokens": rows * context * both.kv_per_token,
+    }
+    listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.items())
+    return SpecJAXError(
+        f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, but "
+        f"{sum(needed.values()) / 1e9:.2f} GB are needed: {listed}"
+    )
+
+
+def _step(model: _Model, tokens: int, gpu: Gpu, workload: Workload) -> Step:
+    """A pass over some tokens of each sequence."""
+    config, share = model.config, model.share
+    heads = config.num_layers * config.num_heads // model.shards
+    scores_and_mixture = 4 * heads * config.head_dim * workload.context
+    num_weights = share.read / workload.dtype.itemsize
+    flops = workload.rows * tokens * (2 * num_weights + scores_and_mixture)
+    read = share.read + workload.rows * workload.context * share.kv_per_token
+    return Step(read / gpu.bandwidth, flops / gpu.flops)
+
+
+def _overhead(plain: Step, workload: Workload) -> float:
+    """Seconds of a plain step beyond its roofline; 0 unless it was measured."""
+    measured = workload.plain_tokens_per_second
+    if measured is None:
+        return 0.0
+    overhead = workload.batch_size / measured - plain.roofline
+    if not overhead >= 0:
+        raise SpecJAXError(
+            f"plain_tokens_per_second={measured:g} is above what the roofline of a step allows, "
+            f"{workload.batch_size / plain.roofline:.1f}"
+        )
+    return overhead
 
 
 def _check_draft(
@@ -220,7 +264,7 @@ def _check_draft(
 
 def _model(config: LlamaConfig, mesh: AbstractMesh, role: str, dtype: np.dtype) -> _Model:
     shards = parallel.degree(mesh, role)
-    parallel.check(config, shards, role)
+    parallel.check_shardable(config, shards, role)
     params = llama.abstract_params(config, dtype)
 
     def size(array, sharding) -> int:
@@ -234,14 +278,15 @@ def _model(config: LlamaConfig, mesh: AbstractMesh, role: str, dtype: np.dtype) 
     return _Model(config, shards, Share(weights, weights - unread, kv_per_token))
 
 
-def _reserve(models: dict[str, _Model], K: int, rows: int, context: int) -> int:
+def _reserve(models: dict[str, _Model], workload: Workload) -> int:
     """Bytes of every model's logits and of the two halves of a feed-forward layer, in float32."""
     logits, widest = 0, 0
     for role, model in models.items():
-        num_logits = K + (role == "target")
+        num_logits = workload.num_speculative_tokens + (role == "target")
         logits += num_logits * model.config.vocab_size // model.shards
         widest = max(widest, 2 * model.config.intermediate_size // model.shards)
-    return 4 * rows * (logits + generation.prefill_chunk(context) * widest)
+    chunk = generation.prefill_chunk(workload.context)
+    return 4 * workload.rows * (logits + chunk * widest)
 
 
 def memory_table(plan: Plan, devices: str, utilization: float) -> Table:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.drafters.base import Drafter
 from specjax.engine import generate as generation
 from specjax.engine.eagle_heads import EagleHead
@@ -54,7 +54,7 @@ class Setup:
 
         In less than float32, passes over one and over several tokens may round near ties apart.
         """
-        return self.target.params["embed_VD"].dtype == np.float32
+        return self.target.dtype == np.float32
 
     def generate(
         self, speculation: Speculation | None, prompts: Sequence[Prompt], **options
@@ -89,9 +89,9 @@ class Setup:
             return [whole]
         made = []
         for name in names:
-            known = base.option_types(name)
+            known = registry.option_types(name)
             options = {key: value for key, value in speculation.options.items() if key in known}
-            draft = speculation.draft if any(base.needs(name)) else None
+            draft = speculation.draft if any(registry.draft_config_types(name)) else None
             made.append(
                 self._make(speculation._replace(drafter=name, draft=draft, options=options))
             )
@@ -103,6 +103,5 @@ class Setup:
             self.target,
             speculation.draft,
             speculation.num_speculative_tokens,
-            self.implementation,
             speculation.options,
         )

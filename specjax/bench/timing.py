@@ -48,6 +48,5 @@ def read_weights(target: Model) -> Callable[[], jax.Array]:
     sharding = NamedSharding(mesh, spec) if mesh else None
     num_devices = mesh.size if mesh else 1
     memory = jnp.zeros(size // 4 * num_devices, jnp.float32, device=sharding)
-    reduce = parallel.on_mesh(jnp.sum, mesh, spec, out_specs=lambda total: PartitionSpec())
-    total = jax.jit(reduce)
+    total = jax.jit(parallel.on_mesh(jnp.sum, mesh, (spec,), PartitionSpec()))
     return lambda: total(memory)

@@ -18,11 +18,11 @@ from absl import flags
 from specjax import files
 from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli.processes import DEFAULT_TIMEOUT, Processes
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.report.provenance import Invocation
-from specjax.verify import MODES
+from specjax.verify import METHODS
 
 FLAGS = flags.FLAGS
 MAX_SPECULATIVE_TOKENS = 128
@@ -106,9 +106,10 @@ def define_decoding_flags(
       draft_length: whether there is a flag --num_speculative_tokens.
     """
     define_target()
+    names = ", ".join(["none", *registry.names()])
     text = (
-        f"How to draft tokens: none, {', '.join(base.names())}; or several with commas, such as "
-        "ngram,eagle: the first that has a proposal makes it."
+        f"How to draft tokens: {names}; or several with commas, such as ngram,eagle: the first "
+        "that has a proposal makes it."
     )
     if several_drafters:
         flags.DEFINE_multi_string("drafter", [drafter], f"{text} May be repeated, to compare.")
@@ -136,7 +137,7 @@ def define_decoding_flags(
         [],
         "Options of the drafter as name=number, such as min_n=1,max_n=5 for ngram.",
     )
-    flags.DEFINE_enum("verify", "rejection", MODES, "Verification method; both are lossless.")
+    flags.DEFINE_enum("verify", "rejection", METHODS, "Verification method; both are lossless.")
     define_page_size()
     flags.DEFINE_enum(
         "dtype",
@@ -222,7 +223,7 @@ def _check_drafters(names: str | list[str]) -> bool:
     """Validator of --drafter: raises SpecJAXError for an unknown name."""
     for name in [names] if isinstance(names, str) else names:
         if name != "none":
-            base.needs(name)
+            registry.draft_config_types(name)
     return True
 
 

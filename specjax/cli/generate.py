@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 from absl import flags
@@ -11,7 +12,7 @@ from rich.console import Console
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, models, outputs, processes
 from specjax.cli.flags import Decoding
-from specjax.engine.generate import Generation, Prompt
+from specjax.engine.generate import Completion, Generation, Prompt
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 from specjax.report.stream import TextStream, print_text
@@ -145,16 +146,21 @@ def run(
     if console.is_terminal and setup.target.tokenizer and processes.is_only():
         headlines = [jsonl.headline(prompt) for prompt in prompts.prompts]
         stream = TextStream(console, setup.target, headlines).on_tokens
-    with outputs.CompletionWriter(output, prompts.prompts) as writer:
+    show = None if stream else _Printer(console, prompts.prompts)
+    with outputs.CompletionWriter(output, prompts.prompts) as writer, show or nullcontext():
+
+        def on_completion(index: int, completion: Completion) -> None:
+            writer.write(index, completion)
+            if show:
+                show.print(index, completion)
+
         result = setup.generate(
             speculation,
             prompts.prompts,
             on_tokens=stream,
-            on_completion=writer.write,
+            on_completion=on_completion,
             **options,
         )
-    if not stream:
-        _print_completions(console, prompts.prompts, result)
     if writer.error:
         raise SpecJAXError(writer.error)
     runs = {"plain" if drafter == "none" else "speculative": [result]}
@@ -170,10 +176,37 @@ def run(
     return _report_comparison(runs, is_exact=decoding.verify == "coupled" or not is_sampled)
 
 
-def _print_completions(console: Console, prompts: list[Prompt], result: Generation) -> None:
-    for prompt, completion in zip(prompts, result.completions, strict=True):
+class _Printer:
+    """Prints finished completions, in the order of the prompts.
+
+    A context manager: at its end, be it an interrupt, those that wait for an earlier one are
+    printed as well.
+    """
+
+    def __init__(self, console: Console, prompts: list[Prompt]):
+        self._console, self._prompts = console, prompts
+        self._waiting: dict[int, Completion] = {}
+        self._next = 0
+
+    def __enter__(self) -> _Printer:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for index in sorted(self._waiting):
+            self._show(index)
+
+    def print(self, index: int, completion: Completion) -> None:
+        """Prints a completion, or keeps it until all before it are printed."""
+        self._waiting[index] = completion
+        while self._next in self._waiting:
+            self._show(self._next)
+            self._next += 1
+
+    def _show(self, index: int) -> None:
+        completion = self._waiting.pop(index)
         text = completion.tokens if completion.text is None else completion.text
-        print_text(console, f"{jsonl.headline(prompt)}\n{text}\n\n")
+        print_text(self._console, f"{jsonl.headline(self._prompts[index])}\n{text}\n\n")
+        self._console.file.flush()
 
 
 def _print_warning(result: Generation) -> None:

@@ -10,7 +10,8 @@ from specjax import parallel
 from specjax.bench.setup import Setup, Speculation
 from specjax.cli import processes
 from specjax.cli.flags import Decoding
-from specjax.drafters import base
+from specjax.config import LlamaConfig
+from specjax.drafters import registry
 from specjax.drafters.eagle import EagleConfig
 from specjax.engine import eagle_heads, load
 from specjax.engine import generate as generation
@@ -35,7 +36,7 @@ def load_models(decoding: Decoding) -> tuple[Setup, dict[str, Speculation]]:
     target, draft = _load(decoding.target, names, decoding.draft, decoding.dtype, decoding.degrees)
     speculations = {}
     for name in names:
-        uses_draft = len(names) == 1 or any(base.needs(name))
+        uses_draft = len(names) == 1 or any(registry.draft_config_types(name))
         speculations[name] = Speculation(
             name,
             draft if uses_draft else None,
@@ -58,7 +59,7 @@ def check_benchmark(decoding: Decoding) -> None:
     names = decoding.drafters
     if "none" in names:
         raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
-    uses_draft = any(kind for name in names for kind in base.needs(name))
+    uses_draft = any(kind for name in names for kind in registry.draft_config_types(name))
     if decoding.draft and not uses_draft:
         raise SpecJAXError(
             f"--draft={decoding.draft}: {' and '.join(names)} uses no draft model and no head"
@@ -72,11 +73,16 @@ def _load(
     dtype: str | None,
     degrees: tuple[int, int, int],
 ) -> tuple[Model, Model | EagleHead | None]:
-    kinds = {kind for name in names if name != "none" for kind in base.needs(name)} - {None}
+    kinds = set()
+    for name in names:
+        if name != "none":
+            kinds |= set(registry.draft_config_types(name)) - {None}
     if len(kinds) > 1:
         raise SpecJAXError(
             f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft"
         )
+    if LlamaConfig in kinds and not draft_path:
+        raise SpecJAXError(f"--drafter={','.join(names)} requires a draft model: --draft")
     uses_head = EagleConfig in kinds
     has_draft = bool(draft_path) or uses_head
     if degrees[1] != 1 and not has_draft:
@@ -100,4 +106,4 @@ def _load(
 
 def _check_shardable(path: str, mesh: Mesh, role: str) -> None:
     config = load.open_source(path).config
-    parallel.check(config, parallel.degree(mesh, role), role)
+    parallel.check_shardable(config, parallel.degree(mesh, role), role)

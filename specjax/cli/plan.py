@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from absl import flags
 from rich.console import Console
 
@@ -55,18 +57,13 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Prints the plan for the values of the flags."""
     del argv
-    names = (
-        *COUNTS,
-        "num_speculative_tokens",
-        "gpu_memory_utilization",
-        "plain_tokens_per_second",
-    )
+    names = [field.name for field in dataclasses.fields(plan.Workload) if field.name != "dtype"]
     options = {name: getattr(FLAGS, name) for name in names}
+    workload = plan.Workload(dtype=DTYPES[FLAGS.dtype], **options)
     rates = _read_rates(FLAGS.acceptance)
     target = plan.read_model_config(FLAGS.target)
     draft = plan.read_model_config(FLAGS.draft) if FLAGS.draft else None
-    dtype = DTYPES[FLAGS.dtype]
-    made = plan.make(target, draft, plan.GPUS[FLAGS.gpu], dtype=dtype, **options)
+    made = plan.make(target, draft, plan.GPUS[FLAGS.gpu], workload)
     num_gpus = FLAGS.data_parallel * FLAGS.tensor_parallel
     console = Console(highlight=False)
     for table in (

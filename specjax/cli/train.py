@@ -160,7 +160,7 @@ def main(argv: list[str]) -> None:
     mesh = processes.make_mesh(*common_flags.mesh_degrees())
     shape = _shape(opened.config)
     is_head = FLAGS.drafter == "eagle"
-    parallel.check(
+    parallel.check_shardable(
         shape.layer if is_head else shape,
         parallel.degree(mesh, "draft"),
         "head" if is_head else "draft",
@@ -188,7 +188,7 @@ def main(argv: list[str]) -> None:
         shape,
         FLAGS.loss,
         _num_steps(),
-        dtype=target.params["embed_VD"].dtype,
+        dtype=target.dtype,
         mesh=mesh,
     )
     evaluation = evaluate.Evaluation(objective, target.params, held_out) if FLAGS.held_out else None

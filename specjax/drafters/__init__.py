@@ -1,1 +1,1 @@
-"""Drafters: one module each, found by name. `base` has the contract."""
+"""Drafters, one module each, found by name (`registry`). `base` has the contract."""

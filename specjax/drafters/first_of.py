@@ -1,86 +1,92 @@
 """Several drafters in one: in each row, the first that has a proposal makes it.
 
-`--drafter=ngram,eagle` copies where the text repeats itself and thinks where it does not.
+`--drafter=ngram,eagle` copies where the text repeats itself and runs the head where it does not.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from specjax import lax_utils
-from specjax.drafters.base import Draft, Drafter, Draw
+from specjax.drafters.base import Draft, Drafter
 
 
-@functools.lru_cache
-def make(drafters: tuple[Drafter, ...]) -> Drafter:
-    """Asks the drafters in turn; one that no row needs is not run, and has to be able to miss
-    rounds.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstOf(Drafter):
+    """Runs drafters in turn; one that no row needs is not run, and must be able to rest.
 
-    Parameters and state are tuples, one entry for each. All have the same `num_tokens`.
+    Parameters and state are tuples, one entry for each drafter. All have the same `num_tokens`.
     """
-    aux_layers = tuple(sorted({layer for drafter in drafters for layer in drafter.aux_layers}))
 
-    def own(drafter, all_aux_hidden):
-        return tuple(all_aux_hidden[aux_layers.index(layer)] for layer in drafter.aux_layers)
+    drafters: tuple[Drafter, ...]
 
-    def init(params, prefill):
-        return tuple(
-            drafter.init(p, prefill.replace(aux_hidden_BSD=own(drafter, prefill.aux_hidden_BSD)))
-            for drafter, p in zip(drafters, params, strict=True)
-        )
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        layers = {layer for drafter in self.drafters for layer in drafter.aux_layers}
+        return tuple(sorted(layers))
 
-    def propose(params, state, context, draw):
-        states = list(state)
-        draft, states[0] = _counted(drafters[0], params[0], states[0], context, draw)
-        for i in range(1, len(drafters)):
+    def _of(self, drafter: Drafter, aux_hidden):
+        """Returns the residual streams that one of the drafters reads."""
+        return tuple(aux_hidden[self.aux_layers.index(layer)] for layer in drafter.aux_layers)
+
+    def init(self, params, context, aux_hidden_BSD, chunk_size):
+        states = []
+        for drafter, own_params in zip(self.drafters, params, strict=True):
+            own_hidden = self._of(drafter, aux_hidden_BSD)
+            states.append(drafter.init(own_params, context, own_hidden, chunk_size))
+        return tuple(states)
+
+    def propose(self, params, state, context, sample):
+        first, *others = self.drafters
+        draft, state_0 = _propose_counted(first, params[0], state[0], context, sample)
+        states = [state_0]
+        for i, drafter in enumerate(others, 1):
             needed_B = context.active_B & (draft.count_B == 0)
 
-            def ask(_, state, i=i):
-                return _counted(drafters[i], params[i], state, context, draw)
+            def run(_, own_state, drafter=drafter, own_params=params[i]):
+                return _propose_counted(drafter, own_params, own_state, context, sample)
 
-            silence = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(ask, None, states[i])[0]
-            )
-            other, states[i] = lax_utils.cond_in_place(jnp.any(needed_B), ask, (silence, states[i]))
-            draft = _merge(draft, other, needed_B, draw)
+            shapes, _ = jax.eval_shape(run, None, state[i])
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            other, own_state = lax_utils.cond_in_place(jnp.any(needed_B), run, (nothing, state[i]))
+            draft = _merge(draft, other, needed_B)
+            states.append(own_state)
         return draft, tuple(states)
 
-    def update(params, state, context, verified, aux_hidden_BTD):
-        return tuple(
-            drafter.update(p, s, context, verified, own(drafter, aux_hidden_BTD))
-            for drafter, p, s in zip(drafters, params, state, strict=True)
-        )
+    def update(self, params, state, context, verified, aux_hidden_BTD):
+        states = []
+        for drafter, own_params, own_state in zip(self.drafters, params, state, strict=True):
+            own_hidden = self._of(drafter, aux_hidden_BTD)
+            states.append(drafter.update(own_params, own_state, context, verified, own_hidden))
+        return tuple(states)
 
-    return Drafter(drafters[0].num_tokens, propose, aux_layers, init, update)
 
-
-def _counted(drafter: Drafter, params, state, context, draw: Draw):
-    """A proposal that says how many of its guesses are real."""
-    draft, state = drafter.propose(params, state, context, draw)
+def _propose_counted(drafter: Drafter, params, state, context, sample):
+    """Returns a proposal whose `count_B` and `sampled_B` are arrays, and the state."""
+    draft, state = drafter.propose(params, state, context, sample)
+    B = context.length_B.shape[0]
     if draft.count_B is None:
-        draft = draft._replace(
-            count_B=jnp.full(len(context.length_B), drafter.num_tokens, jnp.int32)
-        )
+        draft = draft._replace(count_B=jnp.full(B, drafter.num_tokens, jnp.int32))
+    if draft.sampled_B is None:
+        draft = draft._replace(sampled_B=jnp.full(B, draft.distributions is not None))
     return draft, state
 
 
-def _merge(draft: Draft, other: Draft, other_B, draw: Draw) -> Draft:
-    """The other's proposal in some of the rows."""
+def _merge(draft: Draft, other: Draft, is_other_B) -> Draft:
+    """Returns `other` in the rows of `is_other_B`, and `draft` in the rest."""
 
     def choose(b, a):
-        return jnp.where(other_B.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+        return jnp.where(is_other_B.reshape(-1, *[1] * (a.ndim - 1)), b, a)
 
-    def distributions(draft):
-        return draft.distribution or tuple(draw.certain(token_B) for token_B in draft.tokens_BM.T)
-
-    distribution = (
-        jax.tree.map(choose, distributions(other), distributions(draft))
-        if draft.distribution or other.distribution
-        else None
-    )
+    distributions = draft.distributions or other.distributions
+    if draft.distributions and other.distributions:
+        distributions = jax.tree.map(choose, other.distributions, draft.distributions)
     return Draft(
-        choose(other.tokens_BM, draft.tokens_BM), choose(other.count_B, draft.count_B), distribution
+        choose(other.tokens_BM, draft.tokens_BM),
+        choose(other.count_B, draft.count_B),
+        choose(other.sampled_B, draft.sampled_B),
+        distributions,
     )

@@ -95,7 +95,7 @@ def load(path: str | os.PathLike | None, target: Model) -> EagleHead:
     path = shipped(target.config) if path is None else path
     cfg = check(path, target.config, target.mesh)
     _, params, draft_ids_U = read(path)
-    dtype = target.params["embed_VD"].dtype
+    dtype = target.dtype
     params = eagle.for_decoding(
         jax.tree.map(lambda x: x.astype(dtype), params), draft_ids_U, target.params
     )
@@ -150,8 +150,8 @@ def check(path: str | os.PathLike, target: LlamaConfig, mesh: Mesh | None = None
     not for the target or the mesh."""
     cfg = read_config(pathlib.Path(path))
     try:
-        cfg.check(target)
-        parallel.check(cfg.layer, parallel.degree(mesh, "draft"), "head")
+        cfg.check_target(target)
+        parallel.check_shardable(cfg.layer, parallel.degree(mesh, "draft"), "head")
     except SpecJAXError as error:
         raise SpecJAXError(f"{path}: {error}") from error
     return cfg

@@ -14,20 +14,21 @@ import numpy as np
 from specjax import decode, parallel
 from specjax import sampling as sampling_lib
 from specjax.decode import DecodeConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.drafters.base import Drafter
 from specjax.engine.eagle_heads import EagleHead
 from specjax.engine.load import Model, check_same_vocabulary
+from specjax.engine.pace import Pace
 from specjax.errors import SpecJAXError
 
 # on_tokens(index of the prompt, new ids, for each id whether it was an accepted draft, whether
 # these are the last)
 OnTokens = Callable[[int, list[int], list[bool], bool], None]
+OnCompletion = Callable[[int, "Completion"], None]
 Prompt = (
     str | Sequence[int] | Sequence[dict[str, str]]
 )  # text, token ids, or the messages of a chat
 
-ROUNDS_PER_CALL = 4  # while somebody watches, the loop comes back to the host this often
 MAX_PREFILL_CHUNK = 256
 MIN_EOS_SLOTS = 8
 
@@ -87,7 +88,7 @@ def default_num_speculative_tokens(drafter: str) -> int:
     else, pay, and of a model's only the first."""
     if jax.default_backend() != "cpu":
         return 5
-    return 2 if any(base.needs(drafter)) else 7
+    return 2 if any(registry.draft_config_types(drafter)) else 7
 
 
 def generate(
@@ -110,6 +111,7 @@ def generate(
     page_size: int = 64,
     implementation: str | None = None,
     on_tokens: OnTokens | None = None,
+    on_completion: OnCompletion | None = None,
 ) -> Generation:
     """Generates a completion for each prompt, all of them in one batch.
 
@@ -142,6 +144,7 @@ def generate(
         for itself.
       on_tokens: called while tokens are being generated, see `OnTokens`. Where the mesh spans
         several processes, they need the same arguments, and all have an `on_tokens` or none has.
+      on_completion: called with the index of a prompt and its completion when that is finished.
 
     Raises:
       SpecJAXError: for an option, a prompt or a pair of models that cannot be used, naming it.
@@ -157,7 +160,7 @@ def generate(
                 f"drafter_params is for a Drafter of your own; the drafter {drafter!r} takes none"
             )
         drafter, drafter_params = named_drafter(
-            drafter, target, draft, num_speculative_tokens, implementation, drafter_options or {}
+            drafter, target, draft, num_speculative_tokens, drafter_options or {}
         )
     elif not isinstance(drafter, Drafter):
         raise SpecJAXError(f"drafter must be a name or a Drafter, got {drafter!r}")
@@ -189,7 +192,7 @@ def generate(
         lambda x: (x >= 1) & (x < 2**31),
         "in [1, 2**31)",
     )
-    sampling = sampling_lib.params(
+    sampling = sampling_lib.arrays(
         seed_B=per_prompt(
             "seed", seed, batch_size, int, lambda x: (x >= 0) & (x < 2**32), "in [0, 2**32)"
         ).astype(np.uint32),
@@ -217,29 +220,20 @@ def generate(
     for row, ids in zip(tokens_BS, prompt_ids, strict=True):
         row[: len(ids)] = ids
 
-    cfg = DecodeConfig(
-        target.config,
-        drafter,
-        verify,
-        target.num_valid_tokens,
-        page_size,
-        implementation,
-        target.mesh,
-    )
-    if page_size > tokens_BS.shape[1]:
-        cfg = dataclasses.replace(
-            cfg, page_size=tokens_BS.shape[1]
-        )  # one page holds the whole sequence
+    # One page holds the whole sequence where that is shorter than a page.
+    runtime = target.runtime(min(page_size, tokens_BS.shape[1]), implementation)
+    cfg = DecodeConfig(target.config, drafter, verify, runtime)
     chunk = prefill_chunk(int(length_B.max()))
-    arrays = (tokens_BS, length_B, max_length_B, _eos_table(target, eos_ids, batch_size), sampling)
+    eos_BE = _eos_table(target, eos_ids, batch_size)
+    arrays = (tokens_BS, decode.RequestArrays(length_B, max_length_B, eos_BE, sampling))
     parallel.check_alike(
         (arrays, chunk, str(target.config), verify, page_size, drafter and drafter.num_tokens),
         target.mesh,
     )
     fill_up = functools.partial(_fill_up, num_rows=-batch_size % parallel.dp_size(target.mesh))
-    tokens_BS, length_B, max_length_B, *others = jax.tree.map(fill_up, arrays)
-    max_length_B[batch_size:] = 0  # what fills up emits nothing
-    arrays = parallel.put((tokens_BS, length_B, max_length_B, *others), target.mesh)
+    tokens_BS, request = jax.tree.map(fill_up, arrays)
+    request.max_length_B[batch_size:] = 0  # rows that fill up the batch emit nothing
+    arrays = parallel.put((tokens_BS, request), target.mesh)
     start = time.perf_counter()
     state = jax.block_until_ready(
         decode.init_jit(target.params, drafter_params, cfg, *arrays, chunk)
@@ -252,20 +246,27 @@ def generate(
     )
 
     decode_seconds = 0.0
-    rounds_at_once = parallel.put(
-        np.int32(ROUNDS_PER_CALL if on_tokens else np.iinfo(np.int32).max), target.mesh
-    )
+    pace = Pace(on_tokens is not None, jax.process_count() == 1)
     reported_B = length_B[:batch_size].copy()
-    while True:
+    finished: dict[int, Completion] = {}
+    while len(finished) < batch_size:
         start = time.perf_counter()
-        state = decode.generate_jit(target.params, drafter_params, cfg, state, rounds_at_once)
-        done = not parallel.get(state.active_B).any()
-        decode_seconds += time.perf_counter() - start
+        rounds = parallel.put(np.int32(pace.rounds), target.mesh)
+        state = decode.generate_jit(target.params, drafter_params, cfg, state, rounds)
+        active_B = parallel.get(state.active_B)[:batch_size]
+        seconds = time.perf_counter() - start
+        decode_seconds += seconds
+        pace.update(seconds)
         if on_tokens:
             _report(state, reported_B, on_tokens)
-        if done:
-            break
-    completions = _completions(state, target, batch_size)
+        new = [b for b in np.flatnonzero(~active_B).tolist() if b not in finished]
+        if not new:
+            continue
+        for b, completion in zip(new, _completions(state, target, new), strict=True):
+            finished[b] = completion
+            if on_completion:
+                on_completion(b, completion)
+    completions = tuple(finished[b] for b in range(batch_size))
     return Generation(
         completions, prefill_seconds, decode_seconds, max(len(c.emitted) for c in completions)
     )
@@ -348,7 +349,6 @@ def named_drafter(
     target: Model,
     draft: Model | EagleHead | None,
     num_speculative_tokens: int | None,
-    implementation: str | None,
     options: dict[str, Any],
 ) -> tuple[Drafter | None, Any]:
     """A drafter by its name and its parameters, None for "none"; arguments and errors as for
@@ -360,7 +360,7 @@ def named_drafter(
                 "speculative tokens and no options"
             )
         return None, None
-    needs = base.needs(name)
+    needs = registry.draft_config_types(name)
     if isinstance(draft, Model):
         check_same_vocabulary(target, draft)
     if draft is not None and draft.mesh != target.mesh:
@@ -372,9 +372,7 @@ def named_drafter(
         if num_speculative_tokens is None
         else num_speculative_tokens
     )
-    drafter = base.make(
-        name, k, target.config, draft.config if draft else None, implementation, options
-    )
+    drafter = registry.make(name, k, target.config, draft.config if draft else None, options)
     params = [draft.params if kind else None for kind in needs]
     return drafter, params[0] if len(params) == 1 else tuple(params)
 
@@ -417,10 +415,10 @@ def _report(state: decode.DecodeState, reported_B: np.ndarray, on_tokens: OnToke
         (
             state.tokens_BS,
             state.length_B,
-            state.prompt_length_B,
+            state.request.prompt_length_B,
             state.active_B,
-            state.accepted_BS,
-            state.emitted_BS,
+            state.log.accepted_BS,
+            state.log.emitted_BS,
         )
     )
     for b in np.flatnonzero(length_B[: len(reported_B)] > reported_B):
@@ -435,29 +433,35 @@ def _report(state: decode.DecodeState, reported_B: np.ndarray, on_tokens: OnToke
         reported_B[b] = length_B[b]
 
 
-def _completions(
-    state: decode.DecodeState, target: Model, batch_size: int
-) -> tuple[Completion, ...]:
+def _completions(state: decode.DecodeState, target: Model, rows: Sequence[int]) -> list[Completion]:
+    """The completions of rows that are finished.
+
+    Raises:
+      SpecJAXError: the target's logits were NaN, or all -inf.
+    """
     state = parallel.get(state.replace(cache=None, drafter=None))
-    for b in np.flatnonzero(state.failed_B[:batch_size]):
-        raise SpecJAXError(
-            f"prompt {b}: the target's logits at position {state.length_B[b]} are NaN or all -inf: its "
-            "weights are damaged, or too large for the dtype"
-        )
     completions = []
-    for b in range(batch_size):
-        prompt, end, rounds = state.prompt_length_B[b], state.length_B[b], state.rounds_B[b]
+    for b in rows:
+        if state.failed_B[b]:
+            raise SpecJAXError(
+                f"prompt {b}: the target's logits at position {state.length_B[b]} are NaN or all "
+                "-inf: its weights are damaged, or too large for the dtype"
+            )
+        prompt, end = state.request.prompt_length_B[b], state.length_B[b]
         tokens = tuple(state.tokens_BS[b, prompt:end].tolist())
-        tables = (state.drafted_BS, state.accepted_BS, state.emitted_BS)
-        logs = (tuple(table_BS[b, :rounds].tolist()) for table_BS in tables)
+        rounds = state.log.rounds_B[b]
+        tables = (state.log.drafted_BS, state.log.accepted_BS, state.log.emitted_BS)
+        drafted, accepted, emitted = (tuple(table_BS[b, :rounds].tolist()) for table_BS in tables)
         completions.append(
             Completion(
-                tuple(state.tokens_BS[b, :prompt].tolist()),
-                tokens,
-                target.tokenizer.decode(tokens) if target.tokenizer else None,
-                "stop" if tokens[-1] in state.eos_BE[b] else "length",
-                *logs,
-                unusable_drafts=int(state.unusable_drafts_B[b]),
+                prompt_tokens=tuple(state.tokens_BS[b, :prompt].tolist()),
+                tokens=tokens,
+                text=target.tokenizer.decode(tokens) if target.tokenizer else None,
+                finish_reason="stop" if tokens[-1] in state.request.eos_BE[b] else "length",
+                drafted=drafted,
+                accepted=accepted,
+                emitted=emitted,
+                unusable_drafts=int(state.log.unusable_drafts_B[b]),
             )
         )
-    return tuple(completions)
+    return completions

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from specjax import files, llama, parallel
 from specjax.checkpoints_convert import gguf, hf, orbax, table
-from specjax.config import LlamaConfig
+from specjax.config import LlamaConfig, Runtime
+from specjax.devices import check_platform
 from specjax.errors import SpecJAXError
 from specjax.tokenizer import Tokenizer
 
@@ -39,6 +41,15 @@ class Model:
     eos_ids: tuple[int, ...]
     path: str
     mesh: Mesh | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """dtype of the parameters."""
+        return llama.params_dtype(self.params)
+
+    def runtime(self, page_size: int = 64, implementation: str | None = None) -> Runtime:
+        """Returns how this model runs; see `config.Runtime`."""
+        return Runtime(self.dtype, page_size, self.num_valid_tokens, implementation, self.mesh)
 
     @property
     def num_valid_tokens(self) -> int:
@@ -97,6 +108,7 @@ def load(
         headers tell; a model that cannot be split over so many devices. A .gguf file has to be
         converted first.
     """
+    check_platform()
     if role not in parallel.RULES:
         raise SpecJAXError(f"role {role!r} does not exist; there are: {', '.join(parallel.RULES)}")
     if pathlib.Path(path).suffix == ".gguf" and pathlib.Path(path).is_file():
@@ -104,7 +116,7 @@ def load(
             f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR"
         )
     opened = open_source(path)
-    parallel.check(opened.config, parallel.degree(mesh, role), role)
+    parallel.check_shardable(opened.config, parallel.degree(mesh, role), role)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
     dtype = table.dtype_key(dtype)
@@ -170,7 +182,7 @@ def export(
 def save(output: str | os.PathLike, model: Model) -> None:
     """Writes a model in memory as our Orbax folder, in the dtype of its parameters; otherwise as
     `convert`."""
-    dtype = table.dtype_key(model.params["embed_VD"].dtype)
+    dtype = table.dtype_key(model.dtype)
 
     def parameters(dtype, shardings=None):
         del shardings

@@ -59,7 +59,8 @@ class TextStream:
     def _next(self) -> None:
         self._current += 1
         if self._current < len(self._headers):
-            print_text(self._console, f"{self._headers[self._current]}\n", "bold")
+            print_text(self._console, self._headers[self._current], "bold")
+            print_text(self._console, "\n")
 
 
 def legend() -> Text:

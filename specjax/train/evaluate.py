@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax import llama, parallel
 from specjax.errors import SpecJAXError
+from specjax.linear import linear
 from specjax.train.data import Dataset
 from specjax.train.objective import Batch, Objective
 
@@ -213,7 +214,7 @@ def _agreement(
             h_ND, teacher_ND, argmax_N, logsumexp_N = x
             # In float32, as `_ask` and decoding work logits out.
             q_NU, p_NU = (
-                llama.linear(x_ND[None], w_UD, dtype=jnp.float32)[0]
+                linear(x_ND[None], w_UD, dtype=jnp.float32)[0]
                 for x_ND, w_UD in ((h_ND, head_UD), (teacher_ND, rows_UD))
             )
             p_NU = jnp.exp(p_NU - logsumexp_N[:, None])

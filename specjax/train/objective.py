@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import llama, parallel
-from specjax.config import LlamaConfig
+from specjax.config import LlamaConfig, Runtime
 from specjax.drafters import eagle
 from specjax.drafters.eagle import EagleConfig
 from specjax.errors import SpecJAXError
@@ -237,19 +237,20 @@ def ask(
 
     def run(params, tokens_BS):
         B, S = tokens_BS.shape
-        cache = llama.init_cache(params, cfg, B, S, S)
-        return llama.prefill(
-            params, cfg, tokens_BS, jnp.full(B, S), cache, S, aux_layers=aux_layers
-        )[1]
+        runtime = Runtime(llama.params_dtype(params), page_size=S, mesh=mesh)
+        cache = llama.init_cache(cfg, runtime, B, S)
+        count_B = jnp.full(B, S)
+        _, aux_hidden = llama.prefill(
+            params, cfg, runtime, tokens_BS, count_B, cache, S, aux_layers=aux_layers
+        )
+        return aux_hidden
 
     rows = jax.sharding.PartitionSpec(DATA)
-    mapped = parallel.on_mesh(
-        run,
-        mesh,
-        parallel.specs(target_params, "target"),
-        rows,
-        out_specs=lambda aux_layers: tuple(rows for _ in aux_layers),
-    )
+
+    def in_specs(params, tokens_BS):
+        return parallel.specs(params, "target"), rows
+
+    mapped = parallel.on_mesh(run, mesh, in_specs, tuple(rows for _ in aux_layers))
     return mapped(target_params, tokens_BS)
 
 
@@ -258,12 +259,13 @@ def draft_hidden(params, cfg: LlamaConfig, tokens_BS) -> jax.Array:
     differentiated."""
     rotation = llama.rotary(cfg, jnp.arange(tokens_BS.shape[1])[None])
 
-    def attend(q_BTNH, k_BTKH, v_BTKH):
-        return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True), None
-
     x_BSD = params["embed_VD"][tokens_BS]
     for layer in params["layers"]:
-        x_BSD, _ = llama.decoder_layer(layer, cfg, x_BSD, rotation, attend)
+        q_BTNH, k_BTKH, v_BTKH = llama.qkv(layer["attention"], cfg, x_BSD, rotation)
+        a_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+        x_BSD = llama.out_residual(layer["attention"], a_BTNH, x_BSD)
+        h_BTF = llama.gate_up(layer["mlp"], cfg, x_BSD)
+        x_BSD = llama.down_residual(layer["mlp"], h_BTF, x_BSD)
     return llama.rms_norm(x_BSD, params["final_norm_D"], cfg.rms_norm_eps)
 
 
@@ -289,17 +291,15 @@ def unrolled(
     feature_BND = eagle.fuse(params, cfg, tuple(layer[:, :N] for layer in aux_hidden_BSD))
     seen, outputs = [], []  # keys and values of the steps so far
     for i in range(num_steps):
-
-        def attend(q_BTNH, k_BTKH, v_BTKH):
-            seen.append((k_BTKH, v_BTKH))
-            return _attend(q_BTNH, seen), None
-
-        embed_BND = llama.embed(target_params, target, tokens_BS[:, 1 + i : 1 + i + N])
+        embed_BND = llama.embed(target_params, target, Runtime(), tokens_BS[:, 1 + i : 1 + i + N])
         x_BND = eagle.join(params, cfg, feature_BND, embed_BND)
         rotation = llama.rotary(cfg.layer, i + jnp.arange(N)[None])
-        feature_BND, _ = llama.decoder_layer(
-            params["layers"][0], cfg.layer, x_BND, rotation, attend
-        )
+        layer = params["layers"][0]
+        q_BTNH, k_BTKH, v_BTKH = llama.qkv(layer["attention"], cfg.layer, x_BND, rotation)
+        seen.append((k_BTKH, v_BTKH))
+        x_BND = llama.out_residual(layer["attention"], _attend(q_BTNH, seen), x_BND)
+        h_BTF = llama.gate_up(layer["mlp"], cfg.layer, x_BND)
+        feature_BND = llama.down_residual(layer["mlp"], h_BTF, x_BND)
         outputs.append(eagle.hidden(params, cfg, feature_BND))
     return outputs
 

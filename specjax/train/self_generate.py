@@ -8,7 +8,7 @@ nothing writes them down.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import pathlib
 import zlib
@@ -29,35 +29,36 @@ from specjax.train.data import Rows
 PREFILL_CHUNK = 64
 
 
-@functools.lru_cache
-def recorder(aux_layers: tuple[int, ...]) -> Drafter:
-    """A drafter that proposes nothing, and whose state has the target's residual streams after the
-    layers `aux_layers`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorder(Drafter):
+    """A drafter that proposes nothing, and records the target's residual streams in its state.
 
-    State: committed tokens int32 `[B]`, and per layer float16 `[B, S, D]`, of all tokens but the
-      last.
+    State: committed tokens int32 `[B]`, and per layer of `aux_layers` float16 `[B, S, D]`, of all
+    tokens but the last.
     """
 
-    def narrow(layer):
-        return jnp.clip(layer, -data.TAP_LIMIT, data.TAP_LIMIT).astype(data.TAP_DTYPE)
+    aux_layers: tuple[int, ...]
 
-    def init(params, prefill):
-        return jnp.copy(prefill.length_B), tuple(map(narrow, prefill.aux_hidden_BSD))
+    def init(self, params, context, aux_hidden_BSD, chunk_size):
+        return jnp.copy(context.length_B), tuple(map(_narrow, aux_hidden_BSD))
 
-    def propose(params, state, context, draw):
+    def propose(self, params, state, context, sample):
         none_B = jnp.zeros_like(context.length_B)
         return Draft(none_B[:, None], count_B=none_B), state
 
-    def update(params, state, context, verified, aux_hidden_BTD):
+    def update(self, params, state, context, verified, aux_hidden_BTD):
         length_B, aux_hidden_BSD = state
         row_B = jnp.arange(len(length_B))
-        place_B = jnp.where(context.length_B > length_B, length_B - 1, context.tokens_BS.shape[1])
-        return context.length_B, tuple(
-            old.at[row_B, place_B].set(narrow(new[:, 0]), mode="drop")
-            for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True)
-        )
+        is_new_B = context.length_B > length_B
+        position_B = jnp.where(is_new_B, length_B - 1, context.tokens_BS.shape[1])
+        updated = []
+        for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True):
+            updated.append(old.at[row_B, position_B].set(_narrow(new[:, 0]), mode="drop"))
+        return context.length_B, tuple(updated)
 
-    return Drafter(1, propose, aux_layers, init, update)
+
+def _narrow(hidden):
+    return jnp.clip(hidden, -data.TAP_LIMIT, data.TAP_LIMIT).astype(data.TAP_DTYPE)
 
 
 def self_generate(
@@ -111,7 +112,7 @@ def self_generate(
         data.ABOUT,
         {
             "model": target.path,
-            "dtype": str(target.params["embed_VD"].dtype),
+            "dtype": str(target.dtype),
             "target": target.config.to_dict(),
             "max_seq_len": max_seq_len,
             "batch_size": batch_size,
@@ -136,13 +137,8 @@ def self_generate(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rng.shuffle(batches)
-    cfg = DecodeConfig(
-        target.config,
-        recorder(aux_layers),
-        num_valid_tokens=target.num_valid_tokens,
-        page_size=page_size,
-        mesh=target.mesh,
-    )
+    drafter = Recorder(num_tokens=1, aux_layers=aux_layers)
+    cfg = DecodeConfig(target.config, drafter, runtime=target.runtime(page_size))
     paths = [output / f"rows-{number:05}.safetensors" for number in range(len(batches))]
     for number, batch in enumerate(batches):
         if not paths[number].exists():
@@ -158,7 +154,8 @@ def self_generate(
                 (seed + filled).astype(np.uint32), temperature_N[filled]
             )
             eos_BE = np.broadcast_to(eos, (batch_size, len(eos)))
-            arrays = parallel.put((tokens_BS, start_B, end_B, eos_BE, noise), target.mesh)
+            request = decode.RequestArrays(start_B, end_B, eos_BE, noise)
+            arrays = parallel.put((tokens_BS, request), target.mesh)
             state = decode.init_jit(target.params, None, cfg, *arrays, PREFILL_CHUNK)
             state = decode.generate_jit(target.params, None, cfg, state)
             found = parallel.get((state.tokens_BS, state.length_B, state.drafter))

@@ -17,7 +17,7 @@ from jax import ShapeDtypeStruct as Shape
 from specjax import decode, llama
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
-from specjax.drafters import base, eagle
+from specjax.drafters import eagle, registry
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
 from specjax.sampling import SamplingArrays
@@ -123,13 +123,13 @@ def arguments(name: str):
     drafter, mode, filters, kernels = PROGRAMS[name]
     draft_params = None
     if drafter == "draft_model":
-        drafter = base.make(drafter, K, TARGET, DRAFT, implementation="mosaic_gpu")
+        drafter = registry.make(drafter, K, TARGET, DRAFT, implementation="mosaic_gpu")
         draft_params = llama.abstract_params(DRAFT, jnp.bfloat16)
     elif drafter == "eagle":
-        drafter = base.make(drafter, K, TARGET, HEAD, implementation="mosaic_gpu")
+        drafter = registry.make(drafter, K, TARGET, HEAD, implementation="mosaic_gpu")
         draft_params = eagle.abstract_params(HEAD, jnp.bfloat16)
     elif drafter:
-        drafter = base.make(drafter, K, TARGET)
+        drafter = registry.make(drafter, K, TARGET)
     config = DecodeConfig(TARGET, drafter, verify=mode, implementation="mosaic_gpu")
     params = llama.abstract_params(TARGET, jnp.bfloat16)
     ids = lambda *shape: Shape(shape, jnp.int32)  # noqa: E731

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax import decode, llama, parallel
 from specjax.config import LlamaConfig
 from specjax.decode import DecodeConfig
-from specjax.drafters import base
+from specjax.drafters import registry
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
 from specjax.sampling import SamplingArrays
@@ -114,7 +114,9 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
         DEVICES, setup.draft_degree, devices=list(aot.mesh(setup.gpu, DEVICES).devices.flat)
     )
     with dispatch.compiling_for(setup.capability):
-        drafter = base.make("draft_model", K, target, draft, implementation=setup.implementation)
+        drafter = registry.make(
+            "draft_model", K, target, draft, implementation=setup.implementation
+        )
         config = DecodeConfig(target, drafter, implementation=setup.implementation, mesh=mesh)
         params, draft_params = (
             llama.abstract_params(model, jnp.bfloat16) for model in (target, draft)
@@ -155,7 +157,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
 
 def shard(x: Shape) -> tuple[int, ...]:
     """The shape of what a device has of an array."""
-    return x.parallel.shard_shape(x.shape)
+    return x.sharding.shard_shape(x.shape)
 
 
 def compile_wrong(folder: pathlib.Path) -> None:

@@ -26,7 +26,7 @@ from specjax.kernels.gpu.check import apart
 from specjax.kernels.sampling import noise, xla
 from specjax.kernels.sampling.partial import join_residuals, join_stats
 from specjax.sampling import SamplingArrays, Stream
-from specjax.verify import MODES
+from specjax.verify import METHODS
 
 LAST = np.nextafter(np.float32(1), np.float32(0))
 EXPONENTIAL = jax.jit(noise.exponential)
@@ -334,7 +334,7 @@ def largest_collective(text: str) -> int:
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", METHODS)
 def test_a_mesh_gives_what_one_device_gives(shards, mode):
     """The ways of verifying under `shard_map`, with filters; nothing of the vocabulary's size is in
     any collective."""

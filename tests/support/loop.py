@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode
+from specjax import decode, llama
 from specjax import sampling as sampling_lib
+from specjax.config import Runtime
 from specjax.decode import DecodeConfig, DecodeState
 from support.models import Model
 
@@ -64,7 +65,7 @@ def prepare(
     def rows(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
 
-    sampling = sampling_lib.params(
+    sampling = sampling_lib.arrays(
         rows(seed, np.uint32),
         rows(temperature, np.float32),
         rows(top_k, np.int32),
@@ -72,17 +73,17 @@ def prepare(
         rows(min_p, np.float32),
     )
     prefill_chunk = config.pop("prefill_chunk", 8)
-    config = DecodeConfig(target.config, drafter, **{"page_size": 4, **config})
+    loop_options = {name: config.pop(name) for name in ("verify",) if name in config}
+    runtime = Runtime(**{"page_size": 4, "dtype": llama.params_dtype(target.params), **config})
+    config = DecodeConfig(target.config, drafter, runtime=runtime, **loop_options)
+    request = decode.RequestArrays(
+        prompt_length_B=jnp.asarray(length_B),
+        max_length_B=jnp.asarray(length_B + np.asarray(max_new, np.int32)),
+        eos_BE=jnp.asarray(eos_BE),
+        sampling=sampling,
+    )
     state = INIT(
-        target.params,
-        draft_params,
-        config,
-        jnp.asarray(tokens_BS),
-        jnp.asarray(length_B),
-        jnp.asarray(length_B + np.asarray(max_new, np.int32)),
-        jnp.asarray(eos_BE),
-        sampling,
-        prefill_chunk,
+        target.params, draft_params, config, jnp.asarray(tokens_BS), request, prefill_chunk
     )
     return target.params, draft_params, config, state
 
@@ -90,7 +91,7 @@ def prepare(
 def result(state: DecodeState) -> Result:
     """The text after the prompts."""
     tokens_BS, start_B, end_B = map(
-        np.asarray, (state.tokens_BS, state.prompt_length_B, state.length_B)
+        np.asarray, (state.tokens_BS, state.request.prompt_length_B, state.length_B)
     )
     rows = zip(tokens_BS, start_B, end_B, strict=True)
     return Result([tokens_S[start:end].tolist() for tokens_S, start, end in rows], state)

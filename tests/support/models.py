@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import kv_cache, llama
-from specjax.config import LlamaConfig
-from specjax.drafters import base, eagle
+from specjax.config import LlamaConfig, Runtime
+from specjax.drafters import base, eagle, registry
 from specjax.drafters.eagle import EagleConfig
 from specjax.train import init_head
 
@@ -65,7 +66,7 @@ def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
     """The drafter called `name` and the params to give to the loop: none, the draft model's, or
     those of a head: one of some layers that guesses some tokens, or behind another drafter one of
     the last layer that guesses all."""
-    needs = base.needs(name)
+    needs = registry.draft_config_types(name)
     config, params = None, None
     if EagleConfig in needs:
         L, V = target.config.num_layers, target.config.vocab_size
@@ -75,7 +76,7 @@ def make_drafter(name: str, K: int, target: Model, draft: Model, **options):
     elif LlamaConfig in needs:
         config, params = draft
     params = tuple(params if kind else None for kind in needs)
-    return base.make(name, K, target.config, config, options=options), params[0] if len(
+    return registry.make(name, K, target.config, config, options=options), params[0] if len(
         needs
     ) == 1 else params
 
@@ -94,12 +95,14 @@ def full_aux_hidden(model: Model, tokens_BS, aux_layers: tuple[int, ...]):
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def _full_pass(params, config, tokens_BS, aux_layers):
     B, S = tokens_BS.shape
-    cache = kv_cache.init(config, B, S, page_size=S)
+    runtime = Runtime(llama.params_dtype(params), page_size=S)
+    cache = llama.init_cache(config, runtime, B, S)
     cache = kv_cache.reserve(cache, jnp.full(B, S))
+    start_B = jnp.zeros(B, jnp.int32)
     output = llama.forward(
-        params, config, tokens_BS, jnp.zeros(B, jnp.int32), cache, aux_layers=aux_layers
+        params, config, runtime, tokens_BS, start_B, cache, aux_layers=aux_layers
     )
-    return llama.logits(params, output.hidden_BTD), output.aux_layers
+    return llama.logits(params, output.hidden_BTD), output.aux_hidden
 
 
 class OracleParams(NamedTuple):
@@ -110,41 +113,39 @@ class OracleParams(NamedTuple):
     empty_BS: jax.Array
 
 
-@functools.cache
-def oracle(K: int, aux_layers: tuple[int, ...] = ()) -> base.Drafter:
-    """A drafter that reads its guesses from its params, so that tests decide what is accepted, and
-    when.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Oracle(base.Drafter):
+    """A drafter that reads its tokens from its params: tests decide what is accepted, and when.
 
-    Its state keeps the aux_layers it got: for every position the residual streams, and how many columns
-      of the last round
-    were not all zero.
+    Its state keeps the aux hidden states it got: for every position the residual streams, and how
+    many columns of the last round were not all zero.
     """
 
-    def init(params, prefill):
-        return (
-            prefill.length_B,
-            prefill.aux_hidden_BSD,
-            jnp.zeros(prefill.tokens_BS.shape, jnp.int32),
-        )
+    aux_layers: tuple[int, ...] = ()
 
-    def propose(params, state, context, draw):
-        index_BM = context.length_B[:, None] + jnp.arange(K)
+    def init(self, params, context, aux_hidden_BSD, chunk_size):
+        return context.length_B, aux_hidden_BSD, jnp.zeros(context.tokens_BS.shape, jnp.int32)
+
+    def propose(self, params, state, context, sample):
+        index_BM = context.length_B[:, None] + jnp.arange(self.num_tokens)
         index_BM = jnp.minimum(index_BM, params.tokens_BS.shape[1] - 1)
         tokens_BM = jnp.take_along_axis(params.tokens_BS, index_BM, axis=1)
-        empty_B1 = jnp.take_along_axis(params.empty_BS, index_BM[:, :1], axis=1)
-        return base.Draft(tokens_BM, count_B=jnp.where(empty_B1[:, 0], 0, K)), state
+        is_empty_B1 = jnp.take_along_axis(params.empty_BS, index_BM[:, :1], axis=1)
+        count_B = jnp.where(is_empty_B1[:, 0], 0, self.num_tokens)
+        return base.Draft(tokens_BM, count_B=count_B), state
 
-    def update(params, state, context, verified, aux_hidden_BTD):
+    def update(self, params, state, context, verified, aux_hidden_BTD):
         length_B, aux_hidden_BSD, width_BS = state
         row_B1 = jnp.arange(length_B.shape[0])[:, None]
-        place_BT = length_B[:, None] - 1 + jnp.arange(K + 1)
-        aux_hidden_BSD = tuple(
-            old.at[row_B1, place_BT].set(new, mode="drop")
-            for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True)
-        )
-        if aux_layers:
+        position_BT = length_B[:, None] - 1 + jnp.arange(self.num_tokens + 1)
+        updated = []
+        for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True):
+            updated.append(old.at[row_B1, position_BT].set(new, mode="drop"))
+        if self.aux_layers:
             width_B = (aux_hidden_BTD[0] != 0).any(-1).sum(-1)
             width_BS = width_BS.at[row_B1, length_B[:, None]].set(width_B[:, None], mode="drop")
-        return context.length_B, aux_hidden_BSD, width_BS
+        return context.length_B, tuple(updated), width_BS
 
-    return base.Drafter(K, propose, aux_layers, init, update)
+
+def oracle(num_tokens: int, aux_layers: tuple[int, ...] = ()) -> Oracle:
+    return Oracle(num_tokens=num_tokens, aux_layers=aux_layers)
