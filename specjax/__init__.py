@@ -1,10 +1,10 @@
 """Lossless speculative decoding for Llama models in JAX."""
 
+from specjax.checkpoints_convert.eagle import EagleHead
 from specjax.drafters.base import Draft, Drafter
-from specjax.engine.eagle_heads import EagleHead
-from specjax.engine.eagle_heads import load as load_head
-from specjax.engine.generate import Completion, Generation, generate
-from specjax.engine.load import Model, load
+from specjax.engine.generate import generate
+from specjax.engine.load import Model, load, load_drafter
+from specjax.engine.request import Completion, Generation
 from specjax.errors import SpecJAXError
 from specjax.parallel import make_mesh
 
@@ -20,6 +20,6 @@ __all__ = [
     "SpecJAXError",
     "generate",
     "load",
-    "load_head",
+    "load_drafter",
     "make_mesh",
 ]

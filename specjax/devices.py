@@ -19,14 +19,13 @@ def check_platform() -> None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
         wanted = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS") or ""
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        # JAX's reason ends with a remedy of its own; where a plugin is missing there is no reason.
+        reason = next(iter(str(error).splitlines()), "").partition(" (set JAX_PLATFORMS")[0]
+        detail = f": {reason.rstrip('.')}" if reason else ""
         if not wanted:
-            raise SpecJAXError(f"JAX finds no device: {reason}") from error
-        # JAX's reason repeats the platform and its own remedy; without one it is an assertion.
-        reason = reason.partition(" (set JAX_PLATFORMS")[0]
+            raise SpecJAXError(f"JAX finds no device{detail}") from error
         raise SpecJAXError(
-            f"JAX finds no device for JAX_PLATFORMS={wanted}"
-            f"{f' ({reason})' if reason else ''}: choose another platform, such as "
-            "JAX_PLATFORMS=cpu, or unset it to let JAX choose; GPUs need a driver and "
-            "`pip install 'specjax[cuda12]'`"
+            f"JAX finds no device for JAX_PLATFORMS={wanted}{detail}; set JAX_PLATFORMS=cpu, or "
+            "unset it to let JAX choose (a GPU requires its driver and SpecJAX's extra cuda12 or "
+            "cuda13)"
         ) from error

@@ -1,4 +1,4 @@
-"""Small files, and output files and folders that appear whole or not at all."""
+"""Small files, and output files and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -14,23 +14,52 @@ from specjax.errors import SpecJAXError
 
 _UMASK = os.umask(0)
 os.umask(_UMASK)
-MODE = (
-    0o666 & ~_UMASK
-)  # of a file as Python makes it; the safetensors library lets nobody but the owner read its own
-INCOMPLETE = "INCOMPLETE"  # a file of this name marks a folder that is still being written, or whose writer was killed
+# Permissions of a file as Python creates it. The safetensors library grants them to the owner only.
+MODE = 0o666 & ~_UMASK
+# A file of this name marks a folder that is being written, or whose writer was killed.
+INCOMPLETE = "INCOMPLETE"
+
+
+def expand(path: str | os.PathLike) -> pathlib.Path:
+    """Returns `path` with a leading `~` or `~user` replaced by the home folder."""
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as error:
+        raise SpecJAXError(f"cannot expand {path}: {one_line(error)}") from error
+
+
+def exists(path: pathlib.Path) -> bool:
+    """Whether there is a file or folder at `path`.
+
+    Raises:
+      SpecJAXError: `path` is a link to something that does not exist; the message names both.
+    """
+    if path.exists():
+        return True
+    if path.is_symlink():
+        raise SpecJAXError(f"{path} is a link to {os.readlink(path)}, which does not exist")
+    return False
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's type if the message is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Gives a temporary sibling of `output` to write into, and renames it to `output` at the very
-    end.
+    """Yields a temporary sibling of `output` to write into, and renames it to `output` at the end.
 
-    An exception removes it. A killed process leaves it behind, marked, and `refuse_incomplete`
-    refuses it. Raises SpecJAXError, before anything is written, where `output` exists or its parent
-    is not a folder, and in place of an OSError, which is taken to be of writing.
+    An exception removes the temporary folder. A killed process leaves it behind with a marker file,
+    by which `check_complete` rejects it.
+
+    Raises:
+      SpecJAXError: `output` exists or its parent is not a folder, before anything is written; also
+        in place of an OSError of the body, which is taken for a failure to write.
     """
-    final = pathlib.Path(output).absolute()
-    refuse_existing(final)
+    final = expand(output).absolute()
+    check_not_exists(final)
     temporary = final.with_name(f"{final.name}.incomplete-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -39,15 +68,14 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
     try:
         marker = temporary / INCOMPLETE
         marker.write_text(
-            "This folder is being written, or what wrote it was killed. It is not a checkpoint.\n"
+            "This folder is not a checkpoint: its writer is at work, or was killed.\n"
         )
         yield temporary
         for path in temporary.glob("*.safetensors"):
             path.chmod(MODE)
         marker.unlink()
-        refuse_existing(
-            final
-        )  # a rename would silently replace an empty folder made in the meantime
+        # A rename would silently replace an empty folder created in the meantime.
+        check_not_exists(final)
         temporary.rename(final)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -58,17 +86,22 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def new_file(output: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Gives a temporary sibling of `output` to write to, and puts it in the place of `output` at
-    the very end. An exception removes it. Raises SpecJAXError in place of an OSError or a
-    UnicodeError."""
-    partial = pathlib.Path(f"{output}.incomplete-{os.getpid()}")
+    """Yields a temporary sibling of `output` to write to, and renames it to `output` at the end.
+
+    An exception removes the temporary file.
+
+    Raises:
+      SpecJAXError: in place of an OSError or a UnicodeError of the body.
+    """
+    final = expand(output)
+    temporary = pathlib.Path(f"{final}.incomplete-{os.getpid()}")
     try:
-        yield partial
-        partial.chmod(MODE)
-        partial.rename(output)
+        yield temporary
+        temporary.chmod(MODE)
+        temporary.rename(final)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError | UnicodeError):
             raise SpecJAXError(f"cannot write {output}: {error}") from error
         raise
@@ -76,75 +109,87 @@ def new_file(output: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Raises OSError in place of what a library raises when it cannot write, for `new_folder` and
-    `new_file` to name the output."""
+    """Raises OSError in place of the exceptions of libraries that cannot write.
+
+    `new_folder` and `new_file` then add the name of the output.
+    """
     try:
         yield
-    except Exception as error:  # TensorStore, safetensors and tokenizers have no common one
-        raise OSError(_one_line(error)) from error
+    except Exception as error:  # TensorStore, safetensors and tokenizers share no base class
+        raise OSError(one_line(error)) from error
 
 
 @contextlib.contextmanager
 def parsing(where: object) -> Iterator[None]:
-    """Raises SpecJAXError, naming the file or folder `where`, in place of what malformed content
-    makes of a parser."""
+    """Raises SpecJAXError, naming `where`, in place of the exceptions that malformed input causes.
+
+    Args:
+      where: the file, folder or line that is parsed.
+    """
     try:
         yield
     except SpecJAXError as error:
-        raise SpecJAXError(
-            f"{where}: {error}" if str(where) not in str(error) else str(error)
-        ) from error
+        message = str(error)
+        if str(where) not in message:
+            message = f"{where}: {message}"
+        raise SpecJAXError(message) from error
     except KeyError as error:
         raise SpecJAXError(f"{where}: field {error.args[0]!r} is missing") from error
     except Exception as error:  # tokenizers raises plain Exception
+        raise SpecJAXError(f"{where}: a field has an invalid value: {one_line(error)}") from error
+
+
+def check_not_exists(output: str | os.PathLike) -> None:
+    """Raises SpecJAXError if there is anything at `output`, including a dangling link."""
+    if os.path.lexists(expand(output)):
+        raise SpecJAXError(f"output {output} exists; choose another path or remove it")
+
+
+def check_complete(folder: pathlib.Path) -> None:
+    """Raises SpecJAXError for a folder that a killed conversion or export left behind."""
+    if (folder / INCOMPLETE).exists():
         raise SpecJAXError(
-            f"{where}: a field has a value of the wrong kind: {_one_line(error)}"
-        ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def refuse_existing(output: str | os.PathLike) -> None:
-    """Raises SpecJAXError where `output` exists, be it a broken link."""
-    if os.path.lexists(output):
-        raise SpecJAXError(f"output {output} exists; choose another name or remove it")
-
-
-def refuse_incomplete(path: pathlib.Path) -> None:
-    """Raises SpecJAXError for what a killed conversion or export left behind."""
-    if (path / INCOMPLETE).exists():
-        raise SpecJAXError(
-            f"{path} is incomplete: what wrote it was interrupted; remove it and write it again"
+            f"{folder} is incomplete: its writer was interrupted; remove it and write it again"
         )
 
 
-def check_claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
-    """Whether what has these values may be written to `folder`, or gone on with there, see `claim`.
+def check_run_identity(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
+    """Checks that a run with these values may start or resume in `folder`.
+
+    Args:
+      folder: folder of the run; it may be absent or empty.
+      name: name of the JSON file in it that describes the run, see `claim_run_folder`.
+      identity: JSON-serialisable values that must match for a run to resume.
 
     Raises:
-      SpecJAXError: it holds something else, or what has another value, which is named.
+      SpecJAXError: the folder holds something else, or a run with another value, which is named.
     """
-    if not (folder / name).exists():
-        if folder.is_dir() and any(
-            not path.name.startswith(f"{name}.incomplete-") for path in folder.iterdir()
-        ):
-            raise SpecJAXError(f"{folder} is not empty, and has no {name} that says what it is")
+    path = folder / name
+    if not path.exists():
+        if folder.is_dir():
+            _check_no_files(folder, name)
         return
-    theirs = read_json(folder / name)
+    recorded = read_json(path)
     for field, value in json.loads(json.dumps(identity)).items():
-        if theirs.get(field) != value:
+        if recorded.get(field) != value:
             raise SpecJAXError(
-                f"{folder} was made with {field}={theirs.get(field)!r}, and here it is {value!r}: go on "
-                "with the same flags and files, or choose another folder"
+                f"{folder} was created with {field}={recorded.get(field)!r}, got {value!r}; "
+                "resume with the same flags and files, or choose another folder"
             )
 
 
-def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
-    """Makes a folder whose file `name` says what it is of, or checks that it is that already.
-    Errors as for `check_claim`."""
-    check_claim(folder, name, identity)
+def _check_no_files(folder: pathlib.Path, name: str) -> None:
+    for path in folder.iterdir():
+        if not path.name.startswith(f"{name}.incomplete-"):
+            raise SpecJAXError(f"{folder} is not empty and has no {name}; choose another folder")
+
+
+def claim_run_folder(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
+    """Creates the folder of a run and writes `identity` to its file `name`.
+
+    If that file exists, only checks it. Arguments and errors as for `check_run_identity`.
+    """
+    check_run_identity(folder, name, identity)
     if not (folder / name).exists():
         make_folder(folder)
         with new_file(folder / name) as path:
@@ -152,8 +197,7 @@ def claim(folder: pathlib.Path, name: str, identity: dict[str, Any]) -> None:
 
 
 def make_folder(folder: pathlib.Path) -> None:
-    """Makes a folder, and those above it, where there is none. Raises SpecJAXError where that
-    cannot be done."""
+    """Creates a folder and its parents if absent. Raises SpecJAXError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -161,38 +205,49 @@ def make_folder(folder: pathlib.Path) -> None:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """A text file, with SpecJAXError in place of the operating system's or the decoder's error."""
+    """Returns the content of a UTF-8 file without its byte order mark.
+
+    Raises:
+      SpecJAXError: the file cannot be read or decoded.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        exists(path)  # names the target of a dangling link
+        raise SpecJAXError(f"cannot read {path}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise SpecJAXError(f"cannot read {path}: {error}") from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object; raises SpecJAXError naming the file where it is absent or is something else."""
+    """Returns the JSON object in a file. Raises SpecJAXError if there is none."""
+    text = read_text(path)
     try:
-        fields = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise SpecJAXError(f"{path} is not valid JSON: {error}") from error
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecJAXError(f"{path} is not valid JSON: {one_line(error)}") from error
     if not isinstance(fields, dict):
         raise SpecJAXError(f"{path}: a JSON object is expected")
     return fields
 
 
 def json_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """For each line of a JSONL file that is not blank, what errors call it, and its value. Raises
-    SpecJAXError."""
-    text = read_text(path).removeprefix("\ufeff")  # a byte order mark
-    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold other line ends
-        if line.strip():
-            where = f"{path}, line {number}"
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise SpecJAXError(f"{where}: not JSON: {error}") from error
-            yield where, value
+    """Yields the position, for error messages, and the value of each line of a JSONL file.
+
+    Blank lines are skipped. Raises SpecJAXError, naming the line, for a line that is not JSON.
+    """
+    lines = read_text(path).split("\n")  # JSON strings may contain other line separators
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise SpecJAXError(f"{where}: not JSON: {error}") from error
+        yield where, value
 
 
 def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
-    """Reverses `read_json`."""
+    """Writes a JSON object that `read_json` reads."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

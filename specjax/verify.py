@@ -88,21 +88,59 @@ def _verify_rejection(runtime, logits_BTV, draft: Draft, arrays, position_BT) ->
     M = draft.tokens_BM.shape[1]
     axes = parallel.model_axes(runtime.mesh, "target")
     argmax_BT, target = sampling.sample(runtime, logits_BTV, arrays, None, None, axes)
-    is_greedy_B = arrays.temperature_B == 0
+    u_BM = sampling.uniform(arrays, position_BT[:, :M], Stream.ACCEPT)
+    key_BT2 = sampling.keys(arrays, position_BT, Stream.TARGET)
+    accepted_B, recovered_B = reject(
+        runtime, target, argmax_BT, draft, arrays.temperature_B, u_BM, key_BT2, axes
+    )
+    drafts_BT = jnp.pad(draft.tokens_BM, ((0, 0), (0, 1)))
+    is_accepted_BT = jnp.arange(M + 1) < accepted_B[:, None]
+    tokens_BT = jnp.where(is_accepted_BT, drafts_BT, recovered_B[:, None])
+    return Verified(tokens_BT, accepted_B, passes.usable(target.largest_BT))
 
-    p_BM = _probability(runtime, axes, _first_rows(target, M), draft.tokens_BM, arrays)
+
+def reject(
+    runtime: Runtime,
+    target: Distribution,
+    argmax_BT: jax.Array,
+    draft: Draft,
+    temperature_B: jax.Array,
+    u_BM: jax.Array,
+    key_BT2: jax.Array,
+    axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Speculative rejection sampling of a chain of M >= 1 drafts, with the noise given.
+
+    Leviathan et al. 2023, algorithm 1.
+
+    Args:
+      runtime: static.
+      target: distributions p after the pending token and after each draft, T = M + 1 of them.
+      argmax_BT: int32 tokens of the largest logits of p.
+      draft: with `count_B`.
+      temperature_B: float32, of both distributions.
+      u_BM: float32 acceptance uniforms in [0, 1).
+      key_BT2: int32, keys of the noise that samples the token at each position.
+      axes: mesh axes over which the target's vocabulary is split (static).
+
+    Returns:
+      The number of accepted drafts and the token that follows them, int32 `[B]` each.
+    """
+    M = draft.tokens_BM.shape[1]
+    is_greedy_B = temperature_B == 0
+    vocabulary = sampling.vocabulary(runtime, axes)
+    before = jax.tree.map(lambda x_BT: x_BT[:, :M], target)
+    p_BM = passes.probability(before, draft.tokens_BM, temperature_B, **vocabulary)
     p_BM = jnp.where(is_greedy_B[:, None], draft.tokens_BM == argmax_BT[:, :M], p_BM)
-    q_BM = _draft_probability(runtime, axes, draft, arrays)
+    q_BM = _draft_probability(draft, temperature_B, vocabulary)
     # A draft whose q is not a positive finite number was not sampled from q: the drafter's logits
     # are NaN. It is rejected, and nothing is subtracted from p.
     is_sampled_BM = (q_BM > 0) & (q_BM < jnp.inf)
-    u_BM = sampling.uniform(arrays, position_BT[:, :M], Stream.ACCEPT)
     # As a product, so that u = 0 accepts whatever the target can emit, and nothing else.
     accepted_B = accepted_prefix(is_sampled_BM & (u_BM * q_BM < p_BM), draft.count_B)
 
     is_rejection_B = accepted_B < draft.count_B
     subtract_B = is_rejection_B & _at(is_sampled_BM, jnp.minimum(accepted_B, M - 1))
-    key_BT2 = sampling.keys(arrays, position_BT, Stream.TARGET)
     residual = passes.residual_pass(
         target,
         draft.tokens_BM,
@@ -110,43 +148,29 @@ def _verify_rejection(runtime, logits_BTV, draft: Draft, arrays, position_BT) ->
         draft.sampled_B,
         accepted_B,
         subtract_B,
-        arrays.temperature_B,
+        temperature_B,
         _at(key_BT2, accepted_B),
         implementation=runtime.implementation,
-        **sampling.vocabulary(runtime, axes),
+        **vocabulary,
     )
     # Where p = q but for rounding, nothing is left, and p itself is right.
     recovered_B = jnp.where(residual.mass > 0, residual.token, residual.target_token)
-    recovered_B = jnp.where(is_greedy_B, _at(argmax_BT, accepted_B), recovered_B)
-
-    drafts_BT = jnp.pad(draft.tokens_BM, ((0, 0), (0, 1)))
-    is_accepted_BT = jnp.arange(M + 1) < accepted_B[:, None]
-    tokens_BT = jnp.where(is_accepted_BT, drafts_BT, recovered_B[:, None])
-    return Verified(tokens_BT, accepted_B, passes.usable(target.largest_BT))
+    return accepted_B, jnp.where(is_greedy_B, _at(argmax_BT, accepted_B), recovered_B)
 
 
-def _draft_probability(runtime, axes, draft: Draft, arrays):
+def _draft_probability(draft: Draft, temperature_B, vocabulary: dict):
     """Returns q of each draft, `[B, M]`: 0 where its logits are unusable, 1 where it is certain."""
     if draft.distributions is None:
         return jnp.ones(draft.tokens_BM.shape, jnp.float32)
     columns = []
     for m, q in enumerate(draft.distributions):
         one_row = jax.tree.map(lambda x: x[:, None], q)
-        q_B1 = _probability(runtime, axes, one_row, draft.tokens_BM[:, m : m + 1], arrays)
-        q_B1 = jnp.where((arrays.temperature_B == 0)[:, None], 1, q_B1)
+        token_B1 = draft.tokens_BM[:, m : m + 1]
+        q_B1 = passes.probability(one_row, token_B1, temperature_B, **vocabulary)
+        q_B1 = jnp.where((temperature_B == 0)[:, None], 1, q_B1)
         columns.append(jnp.where(passes.usable(one_row.largest_BT), q_B1, 0))
     q_BM = jnp.concatenate(columns, axis=1)
     return q_BM if draft.sampled_B is None else jnp.where(draft.sampled_B[:, None], q_BM, 1)
-
-
-def _probability(runtime, axes, distribution: Distribution, tokens_BT, arrays):
-    return passes.probability(
-        distribution, tokens_BT, arrays.temperature_B, **sampling.vocabulary(runtime, axes)
-    )
-
-
-def _first_rows(distribution: Distribution, count: int) -> Distribution:
-    return jax.tree.map(lambda x_BT: x_BT[:, :count], distribution)
 
 
 def _at(x_BT, index_B):

@@ -7,7 +7,6 @@ import pytest
 
 import specjax
 from specjax import files
-from specjax.engine import eagle_heads as heads
 from specjax.engine import load as checkpoint
 from specjax.train import data
 from support import folders
@@ -70,7 +69,7 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
         "all",
     }
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    head = heads.load(output / "drafter", specjax.load(folder))
+    head = specjax.load_drafter("eagle", output / "drafter", specjax.load(folder))
     assert head.config.num_draft_tokens == 40 and head.config.aux_layers == (1,)
 
     run = command(
@@ -156,7 +155,7 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
     assert command(*arguments, "--max_minutes=0").code == 0
     for name, field in (("held_out", "held_out_contents"), ("data", "contents")):
         paths[name].write_text("hello world or " * 20 + "hello or world " + "hello world or " * 19)
-        check_refused(command(*arguments), f"was made with {field}=", "the same flags and files")
+        check_refused(command(*arguments), f"was created with {field}=", "the same flags and files")
         paths[name].write_text("hello world or " * 40)
     assert command(*arguments).code == 0
 

@@ -1,6 +1,7 @@
 """The loop as a whole: where it stops, what it counts, what rows see of each other, and that its
 caches are right."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from specjax import decode, kv_cache, llama
-from specjax.config import LlamaConfig
+from specjax.config import LlamaConfig, Runtime
 from specjax.decode import DecodeConfig
 from specjax.drafters import registry
+from specjax.drafters.base import Draft, Drafter
 from specjax.errors import SpecJAXError
 from support.loop import CAPACITY, GENERATE, prepare, result, run
 from support.models import (
@@ -317,7 +319,8 @@ def test_cutting_the_loop_into_calls_changes_nothing():
 
 NEXT_LOGITS = jax.jit(
     lambda params, config, tokens_BT, start_B, cache: llama.logits(
-        params, llama.forward(params, config, tokens_BT, start_B, cache).hidden_BTD
+        params,
+        llama.forward(params, config, Runtime(page_size=4), tokens_BT, start_B, cache).hidden_BTD,
     )[:, -1],
     static_argnums=1,
 )
@@ -397,7 +400,7 @@ def test_all_pages_are_free_when_all_rows_are_done(greedy):
         )
         for cache in caches:
             assert (
-                int(cache.num_free_C[0])
+                int(cache.num_free)
                 == len(cache.free_P)
                 == len(set(np.asarray(cache.free_P).tolist()))
             )
@@ -600,13 +603,24 @@ def test_noise_of_drafts_acceptance_and_replacement_is_independent():
     ("changes", "message"),
     [
         (dict(verify="hope"), "verify must be one of rejection, coupled, got 'hope'"),
-        (dict(page_size=0), "page_size must be a whole number of at least 1, got 0"),
         (dict(drafter=oracle(0)), "at least 1 token, got num_tokens=0"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(changes, message):
     with pytest.raises(SpecJAXError, match=message):
         DecodeConfig(TARGET.config, **changes)
+
+
+def test_a_runtime_that_cannot_be_is_refused():
+    with pytest.raises(SpecJAXError, match=r"page_size must be an integer of at least 1, got 0"):
+        Runtime(page_size=0)
+    with pytest.raises(SpecJAXError, match=r"implementation must be one of .*, got 'magic'"):
+        Runtime(implementation="magic")
+
+
+def test_parameters_of_another_dtype_than_the_runtime_are_refused():
+    with pytest.raises(SpecJAXError, match=r"parameters are float32, but runtime.dtype=bfloat16"):
+        run(TARGET, PROMPTS, dtype="bfloat16")
 
 
 def test_a_prefill_chunk_below_one_is_refused():
@@ -620,24 +634,26 @@ def test_64_bit_mode_is_refused():
 
 
 def test_a_drafter_that_breaks_its_promise_is_named(greedy):
-    short = oracle(5)._replace(num_tokens=4)
-    with pytest.raises(SpecJAXError, match=r"proposed tokens of shape \(12, 5\), not \(12, 4\)"):
-        run(TARGET, PROMPTS, drafter=short, draft_params=oracle_params(greedy))
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OneMore(Drafter):
+        def propose(self, params, state, context, sample):
+            return Draft(jnp.zeros((B, self.num_tokens + 1), jnp.int32)), state
+
+    message = r"proposed tokens of shape \(12, 5\), expected \(12, 4\)"
+    with pytest.raises(SpecJAXError, match=message):
+        run(TARGET, PROMPTS, drafter=OneMore(num_tokens=4))
 
 
 def test_a_state_made_without_jit_can_be_donated(greedy):
     """No buffer may stand for two of its fields."""
-    config = DecodeConfig(TARGET.config, page_size=4)
+    config = DecodeConfig(TARGET.config, runtime=Runtime(page_size=4))
     old = jax.tree.map(jnp.copy, greedy.state)
     state = decode.init(
         TARGET.params,
         None,
         config,
         old.tokens_BS,
-        old.prompt_length_B,
-        old.max_length_B,
-        old.eos_BE,
-        old.sampling,
+        old.request,
     )
     state = GENERATE(TARGET.params, None, config, state)
     assert result(state).emitted == greedy.emitted

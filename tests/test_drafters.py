@@ -12,7 +12,8 @@ import pytest
 import scipy.stats
 
 from specjax import kv_cache
-from specjax.drafters import base, registry
+from specjax.config import Runtime
+from specjax.drafters import registry
 from specjax.drafters.base import Context
 from specjax.errors import SpecJAXError
 from specjax.verify import METHODS
@@ -108,7 +109,7 @@ class TestEveryDrafter:
         for cache in filter(
             is_cache, jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)
         ):
-            assert int(cache.num_free_C[0]) == len(cache.free_P)
+            assert int(cache.num_free) == len(cache.free_P)
 
     def test_a_second_call_compiles_nothing_and_the_same_seed_gives_the_same_text(self, name):
         drafter, params = make_drafter(name, 3, TARGET, DRAFT)
@@ -175,7 +176,7 @@ class TestEveryDrafter:
 
 def test_drafters_are_found_by_name_and_named_when_they_are_not():
     assert {"draft_model", "ngram"} <= set(registry.names())
-    message = "drafter 'crystal_ball' does not exist; there is: none, draft_model, eagle, ngram"
+    message = "unknown drafter 'crystal_ball'; choose from none, draft_model, eagle, ngram"
     with pytest.raises(SpecJAXError, match=message):
         registry.make("crystal_ball", 3, TARGET.config)
 
@@ -183,7 +184,7 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("ngram", 0, TARGET.config), {}, "speculative tokens must be at least 1, got 0"),
+        (("ngram", 0, TARGET.config), {}, "num_speculative_tokens must be at least 1, got 0"),
         (("ngram", 3, TARGET.config), {"min_n": 3, "max_n": 2}, "min_n=3 and max_n=2"),
         (("ngram", 3, TARGET.config), {"min_n": 0}, "min_n=0"),
         (
@@ -194,10 +195,10 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
         (
             ("ngram", 3, TARGET.config),
             {"window": 5},
-            "'ngram' has no option 'window'; it has: max_n, min_n",
+            "'ngram' has no option 'window'; choose from: max_n, min_n",
         ),
         (("ngram", 3, TARGET.config, DRAFT.config), {}, "'ngram' uses no draft model"),
-        (("draft_model", 3, TARGET.config), {}, "'draft_model' needs a draft model"),
+        (("draft_model", 3, TARGET.config), {}, "'draft_model' requires a draft model, got none"),
         (
             ("draft_model", 3, TARGET.config, DRAFT.config),
             {"min_n": 2},
@@ -206,13 +207,13 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
         (
             ("draft_model", 3, TARGET.config, tiny_head(TARGET)[0]),
             {},
-            "needs a draft model, and a head was given",
+            "requires a draft model, got an EAGLE head",
         ),
-        (("eagle", 3, TARGET.config), {}, "'eagle' needs a head, and none was given"),
+        (("eagle", 3, TARGET.config), {}, "'eagle' requires an EAGLE head, got none"),
         (
             ("ngram,eagle", 3, TARGET.config, DRAFT.config),
             {},
-            "needs a head, and a draft model was given",
+            "requires an EAGLE head, got a draft model",
         ),
         (
             ("eagle", 3, tiny(6, vocab_size=5).config, tiny_head(TARGET)[0]),
@@ -227,13 +228,13 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
         (
             ("eagle,ngram", 3, TARGET.config, tiny_head(TARGET)[0]),
             {},
-            "'ngram' cannot come after another drafter",
+            "NgramDrafter cannot follow another drafter",
         ),
         (("ngram,ngram", 3, TARGET.config), {}, "the same drafter twice"),
         (
             ("ngram,eagle", 3, TARGET.config, tiny_head(TARGET)[0]),
-            {"skippable": 1},
-            "has no option 'skippable'",
+            {"may_rest": 1},
+            "has no option 'may_rest'",
         ),
     ],
 )
@@ -244,9 +245,9 @@ def test_drafters_that_cannot_be_are_refused(arguments, options, message):
 
 def test_options_are_of_the_type_of_their_defaults(monkeypatch):
     module = types.SimpleNamespace(
-        DRAFT=None, make=lambda k, target, draft, *, scale=1.0, word="a": (k, scale, word)
+        DRAFT_CONFIG=None, make=lambda k, target, draft, *, scale=1.0, word="a": (k, scale, word)
     )
-    monkeypatch.setattr(base, "_modules", lambda name: [module])
+    monkeypatch.setattr(registry, "modules", lambda name: [module])
     assert registry.make("own", 2, TARGET.config, options={"scale": 2, "word": "b"}) == (2, 2, "b")
     with pytest.raises(
         SpecJAXError, match="'scale' of the drafter 'own' must be of type float, got 'b'"
@@ -275,7 +276,14 @@ def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
     rng = np.random.default_rng(alphabet)
     tokens_BS = rng.integers(0, alphabet, (rows, S), np.int32)
     length_B = rng.integers(1, S + 1, rows, np.int32)
-    context = Context(jnp.asarray(tokens_BS), jnp.asarray(length_B), jnp.ones(rows, bool), None)
+    context = Context(
+        jnp.asarray(tokens_BS),
+        jnp.asarray(length_B),
+        jnp.ones(rows, bool),
+        None,
+        TARGET.config,
+        Runtime(),
+    )
     draft = jax.jit(lambda context: drafter.propose(None, (), context, None)[0])(context)
     found = 0
     for row in range(rows):
@@ -284,7 +292,7 @@ def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
         assert np.asarray(draft.tokens_BM[row]).tolist()[: len(expected)] == expected
         found += bool(expected)
     assert 0 < found < rows
-    assert draft.distribution is None
+    assert draft.distributions is None
 
 
 def test_prompt_lookup_without_a_match_decodes_one_token_a_round():

@@ -57,20 +57,30 @@ def expected_drafts(config, params, tokens, drafts):
     return ids[logits.argmax(-1)].tolist()
 
 
-def recording(drafter):
-    """The drafter, with its last proposal in the state."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recording(base.Drafter):
+    """A drafter, with its last proposal in the state."""
 
-    def init(params, prefill):
-        return drafter.init(params, prefill), jnp.zeros((len(prefill.length_B), K), jnp.int32)
+    drafter: base.Drafter
 
-    def propose(params, state, context, draw):
-        draft, inner = drafter.propose(params, state[0], context, draw)
+    @property
+    def aux_layers(self):
+        return self.drafter.aux_layers
+
+    def init(self, params, context, aux_hidden_BSD, chunk_size):
+        state = self.drafter.init(params, context, aux_hidden_BSD, chunk_size)
+        return state, jnp.zeros((len(context.length_B), self.num_tokens), jnp.int32)
+
+    def propose(self, params, state, context, sample):
+        draft, inner = self.drafter.propose(params, state[0], context, sample)
         return draft, (inner, draft.tokens_BM)
 
-    def update(params, state, *others):
-        return drafter.update(params, state[0], *others), state[1]
+    def update(self, params, state, *others):
+        return self.drafter.update(params, state[0], *others), state[1]
 
-    return drafter._replace(init=init, propose=propose, update=update)
+
+def recording(drafter):
+    return Recording(num_tokens=drafter.num_tokens, drafter=drafter)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -102,8 +112,8 @@ def test_a_drafter_that_no_row_needs_is_not_run_and_catches_up():
     """The first drafter knows the text and says it, but for a stretch in the middle: there the head
     is asked, and drafts as if it had been there all along."""
     _, config, params = head("EAGLE-3")
-    skippable = eagle.make(K, TARGET.config, config, skippable=True)
-    both = first_of.make((oracle(K), recording(skippable)))
+    resting = eagle.make(K, TARGET.config, config).resting()
+    both = first_of.FirstOf(num_tokens=K, drafters=(oracle(K), recording(resting)))
     plain = run(TARGET, PROMPTS, max_new=24)
     start = np.array([len(prompt) for prompt in PROMPTS])
     position = np.arange(plain.state.tokens_BS.shape[1])
@@ -157,7 +167,7 @@ def test_a_head_that_cannot_be_is_refused():
         (dict(aux_layers=(0, 3)), "0 to 2, got 0, 3"),
         (dict(aux_layers=()), "got none"),
         (dict(num_draft_tokens=33), "in 1 to 32, got 33"),
-        (dict(layer=TARGET.config), "one decoder layer, and this one 3"),
+        (dict(layer=TARGET.config), "one decoder layer, got 3"),
     ):
         with pytest.raises(base.SpecJAXError, match=message):
             dataclasses.replace(config, **change)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specjax.engine import eagle_heads as heads
+from specjax.checkpoints_convert import eagle as heads
 from specjax.engine import generate as generation
 from specjax.engine.load import Model
 from specjax.errors import SpecJAXError

@@ -59,5 +59,7 @@ def test_no_device_is_one_clear_error(monkeypatch):
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
     monkeypatch.setattr(jax, "devices", fail)
-    with pytest.raises(SpecJAXError, match=r"no device .*Unable to initialize"):
+    with pytest.raises(
+        SpecJAXError, match=r"no device for JAX_PLATFORMS=cpu: Unable to initialize"
+    ):
         env.main(["env"])

@@ -11,6 +11,7 @@ import pytest
 
 import specjax
 from specjax import Draft, Drafter, SpecJAXError, decode
+from specjax.engine import batch
 from specjax.engine import generate as generation
 from specjax.kernels import dispatch
 from support import folders
@@ -256,22 +257,21 @@ class TestContextLimit:
                 specjax.generate(model, "none", [prompt[:length]])
 
 
-def bigrams(num_tokens: int) -> Drafter:
-    """A drafter of one's own: the parameters say for each token which one follows, [V]."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bigrams(Drafter):
+    """A user's own drafter: its parameters [V] are the token that follows each token."""
 
-    def propose(next_V, state, context, draw):
+    def propose(self, next_V, state, context, sample):
         token_B1 = jnp.take_along_axis(context.tokens_BS, context.length_B[:, None] - 1, axis=1)
-        guesses = []
-        for _ in range(num_tokens):
+        drafts = []
+        for _ in range(self.num_tokens):
             token_B1 = next_V[token_B1]
-            guesses.append(token_B1)
-        return Draft(jnp.concatenate(guesses, axis=1)), state
-
-    return Drafter(num_tokens, propose)
+            drafts.append(token_B1)
+        return Draft(jnp.concatenate(drafts, axis=1)), state
 
 
 def test_a_drafter_of_ones_own(target, plain):
-    drafter = bigrams(4)
+    drafter = Bigrams(num_tokens=4)
     for followers, least in (
         (dict(zip(plain[0].tokens, plain[0].tokens[1:], strict=False)), 10),
         ({}, 0),
@@ -317,7 +317,7 @@ def test_a_second_call_compiles_nothing(target):
         )
     assert not compiled
     assert [c.prompt_tokens for c in result.completions] == [
-        generation.encode(target, prompt, "") for prompt in OTHER_PROMPTS
+        batch.encode(target, prompt, "") for prompt in OTHER_PROMPTS
     ]
 
 
@@ -327,7 +327,7 @@ def test_the_length_of_a_prompt_decides_nothing_in_the_loop(target):
     specjax.generate(target, "ngram", [[9] * 10], max_new_tokens=5)
     before = decode.generate_jit._cache_size()
     specjax.generate(target, "ngram", [[9] * 50], max_new_tokens=5)
-    assert generation.prefill_chunk(10) != generation.prefill_chunk(50)
+    assert batch.prefill_chunk(10) != batch.prefill_chunk(50)
     assert decode.generate_jit._cache_size() == before
 
 
@@ -441,10 +441,13 @@ GOOD = {"prompts": ["hello"], "drafter": "ngram"}
             "the drafter 'none' decodes without speculation",
         ),
         (
-            {"drafter": bigrams(2), "num_speculative_tokens": 2},
+            {"drafter": Bigrams(num_tokens=2), "num_speculative_tokens": 2},
             "drafter_options are for a drafter given by name",
         ),
-        ({"drafter": bigrams(0)}, "a drafter must propose at least 1 token, got num_tokens=0"),
+        (
+            {"drafter": Bigrams(num_tokens=0)},
+            "a drafter must propose at least 1 token, got num_tokens=0",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(target, changes, message):
@@ -459,7 +462,7 @@ def test_what_cannot_be_used_is_named(target, changes, message):
         ("ngram", "the drafter 'ngram' uses no draft model, but one was given"),
         ("none", "the drafter 'none' decodes without speculation: it takes no draft model"),
         (
-            bigrams(2),
+            Bigrams(num_tokens=2),
             "draft, num_speculative_tokens and drafter_options are for a drafter given by name",
         ),
     ],
@@ -503,15 +506,15 @@ def test_different_vocabularies_are_refused(target, draft, tmp_path):
 
 
 def test_buckets_hold_and_are_few():
-    sizes = [generation.bucket(n) for n in range(1, 20_000)]
+    sizes = [batch.bucket(n) for n in range(1, 20_000)]
     assert all(n <= size <= max(1.25 * n, n + 127) for n, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 40
-    assert all(generation.bucket(size) == size for size in set(sizes))
+    assert all(batch.bucket(size) == size for size in set(sizes))
 
 
 def test_prompts_are_read_in_chunks_of_few_sizes():
-    chunks = [generation.prefill_chunk(n) for n in range(1, 3000)]
+    chunks = [batch.prefill_chunk(n) for n in range(1, 3000)]
     assert chunks == sorted(chunks)
     assert set(chunks) == {16, 32, 64, 128, 256}
     assert all(chunk >= n for n, chunk in enumerate(chunks[:256], 1))

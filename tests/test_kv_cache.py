@@ -18,7 +18,7 @@ def owned(cache) -> list[int]:
     P = cache.free_P.shape[0]
     table = np.asarray(cache.block_table_BX)
     pages = table[table < P].tolist()
-    free = np.asarray(cache.free_P)[: int(cache.num_free_C[0])].tolist()
+    free = np.asarray(cache.free_P)[: int(cache.num_free)].tolist()
     assert sorted(pages + free) == list(range(P))
     return pages
 
@@ -28,7 +28,7 @@ def test_a_thousand_short_requests_leave_every_page_free():
     full."""
     B, Z, max_seq_len = 5, 3, 17
     cache = kv_cache.init(CONFIG, B, max_seq_len, page_size=Z)
-    P = int(cache.num_free_C[0])
+    P = int(cache.num_free)
 
     @jax.jit
     def turn(cache, positions_B, ended_B):
@@ -52,13 +52,13 @@ def test_a_thousand_short_requests_leave_every_page_free():
         finished += ended_B.sum()
     assert fullest > 0.7 * P
     cache = kv_cache.release(cache, jnp.ones(B, bool))
-    assert int(cache.num_free_C[0]) == P and not owned(cache)
+    assert int(cache.num_free) == P and not owned(cache)
 
 
 def test_an_empty_free_list_gives_no_page_twice():
     cache = kv_cache.init(CONFIG, 3, 8, page_size=2, num_pages=7)
     cache = kv_cache.reserve(cache, jnp.array([8, 8, 8]))
-    assert int(cache.num_free_C[0]) == 0 and len(owned(cache)) == 7
+    assert int(cache.num_free) == 0 and len(owned(cache)) == 7
     assert (np.asarray(cache.block_table_BX) == 7).sum(axis=1).tolist() == [0, 1, 4]
     cache = kv_cache.reserve(
         kv_cache.release(cache, jnp.array([True, False, False])), jnp.array([0, 8, 5])
@@ -77,7 +77,7 @@ def test_releasing_twice_frees_once():
     cache = kv_cache.reserve(kv_cache.init(CONFIG, 2, 8, page_size=4), jnp.array([8, 8]))
     for _ in range(2):
         cache = kv_cache.release(cache, jnp.array([True, False]))
-        assert int(cache.num_free_C[0]) == 2 and len(owned(cache)) == 2
+        assert int(cache.num_free) == 2 and len(owned(cache)) == 2
 
 
 def test_what_is_written_lies_where_locate_says_and_nowhere_else():

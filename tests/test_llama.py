@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 from specjax import kv_cache, llama
-from specjax.config import LlamaConfig, RopeConfig
+from specjax.config import LlamaConfig, RopeConfig, Runtime
 from specjax.engine import load as checkpoint
 from support.models import Model, full_logits, tiny
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "llama"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-PREFILL = jax.jit(
-    llama.prefill, static_argnums=(1, 5), static_argnames=("aux_layers", "implementation")
-)
-FORWARD = jax.jit(llama.forward, static_argnums=1, static_argnames=("aux_layers", "implementation"))
+PREFILL = jax.jit(llama.prefill, static_argnums=(1, 2, 6), static_argnames="aux_layers")
+FORWARD = jax.jit(llama.forward, static_argnums=(1, 2), static_argnames="aux_layers")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,6 +73,7 @@ def test_reading_in_pieces_equals_reading_at_once(piece):
         output = FORWARD(
             model.params,
             model.config,
+            Runtime(page_size=5),
             tokens_BT[:, start : start + piece],
             jnp.full(3, start),
             cache,
@@ -96,6 +95,7 @@ def test_prefill_fills_the_cache_as_one_pass_does():
         cache, aux_hidden_BSD = PREFILL(
             model.params,
             model.config,
+            Runtime(page_size=Z),
             tokens_BS,
             count_B,
             kv_cache.init(model.config, B, S, page_size=Z),

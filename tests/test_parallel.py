@@ -2,7 +2,6 @@
 devices."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax import decode, llama, parallel, sampling
-from specjax.config import LlamaConfig
+from specjax.config import LlamaConfig, Runtime
 from specjax.drafters import base, registry
 from specjax.engine import generate as generation
 from specjax.engine import load as checkpoint
@@ -147,18 +146,19 @@ def test_rejection_with_filters(name, degrees):
     assert_copies_agree(state)
 
 
-@functools.cache
-def disagreeing(draws: bool) -> base.Drafter:
-    """A drafter that comes to other logits, or to other guesses, on every device."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Disagreeing(base.Drafter):
+    """A drafter that computes other logits, or other tokens, on every device."""
 
-    def propose(params, state, context, draw):
-        guess_B = context.length_B % 7 + 3 * jax.lax.axis_index(("both", "target"))
-        if not draws:
+    is_sampled: bool
+
+    def propose(self, params, state, context, sample):
+        device = jax.lax.axis_index(("tp_shared", "tp_target"))
+        guess_B = context.length_B % 7 + 3 * device
+        if not self.is_sampled:
             return base.Draft(guess_B[:, None], count_B=jnp.minimum(guess_B % 3, 1)), state
-        token_B, distribution = draw(jax.nn.one_hot(guess_B, 32) * 9, context.length_B)
+        token_B, distribution = sample(jax.nn.one_hot(guess_B, 32) * 9, context.length_B)
         return base.chain([token_B], [distribution]), state
-
-    return base.Drafter(1, propose)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,14 @@ def test_devices_that_round_differently_still_agree(verify, draws, plain):
     mesh = parallel.make_mesh(4, 2, 2)
     target = placed(TARGET, mesh, "target")
     state = GENERATE(
-        *prepare(target, PROMPTS, drafter=disagreeing(draws), mesh=mesh, verify=verify, **ROWS)
+        *prepare(
+            target,
+            PROMPTS,
+            drafter=Disagreeing(num_tokens=1, is_sampled=draws),
+            mesh=mesh,
+            verify=verify,
+            **ROWS,
+        )
     )
     assert_copies_agree(state)
     greedy = [row for row, temperature in enumerate(ROWS["temperature"]) if temperature == 0]
@@ -233,12 +240,7 @@ def test_every_parameter_and_pool_is_split_as_the_table_says():
     assert held(state.cache.k_PKZH[0]) == held(state.cache.v_PKZH[0]) == (2, 4, 1, 1)
     assert held(state.drafter.k_PKZH[0]) == (2, 2, 1, 1)
     assert held(state.tokens_BS) == held(state.cache.block_table_BX) == (2, 1)
-    assert (
-        held(state.request.sampling.seed_B)
-        == held(state.cache.free_P)
-        == held(state.cache.num_free_C)
-        == (2,)
-    )
+    assert held(state.request.sampling.seed_B) == held(state.cache.free_P) == (2,)
     # A shard of the target's vocabulary lies inside the shard of the draft model's that the same
     # device has.
     whole = {shard.device: shard.index[0] for shard in draft_params["embed_VD"].addressable_shards}
@@ -268,7 +270,7 @@ def test_models_that_cannot_be_split():
         SpecJAXError,
         match=r"target cannot be split over 3 devices.*its 8 kv heads.*work: 1, 2, 4, 8",
     ):
-        decode.DecodeConfig(CONFIG, mesh=three)
+        decode.DecodeConfig(CONFIG, runtime=Runtime(mesh=three))
     narrow = dataclasses.replace(CONFIG, intermediate_size=26)
     with pytest.raises(SpecJAXError, match="26 feed-forward channels; degrees that work: 1, 2"):
         parallel.check_shardable(narrow, 4, "draft")

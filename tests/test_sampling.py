@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from specjax import sampling as sampling_lib
-from specjax.kernels.sampling.partial import inverse
+from specjax.config import Runtime
+from specjax.kernels.sampling import inverse
 from specjax.sampling import SamplingArrays, Stream
 from support.distributions import reference_distribution
 
@@ -17,7 +18,7 @@ from support.distributions import reference_distribution
 @jax.jit
 def PROBABILITIES(logits_BTV, sampling):
     """The distributions that `draw` describes, written out: float32 `[B, T, V]`."""
-    argmax_BT, distribution = sampling_lib.draw(logits_BTV, sampling, None, None)
+    argmax_BT, distribution = sampling_lib.sample(Runtime(), logits_BTV, sampling, None, None)
     temperature_B11 = sampling.temperature_B[:, None, None]
     weight_BTV = jnp.exp(
         (logits_BTV - distribution.largest_BT[..., None]) * inverse(temperature_B11)
@@ -31,7 +32,8 @@ def PROBABILITIES(logits_BTV, sampling):
     )
 
 
-DRAW = jax.jit(sampling_lib.draw, static_argnums=3)
+SAMPLE = jax.jit(sampling_lib.sample, static_argnums=(0, 4))
+RUNTIME = Runtime()
 
 
 def params(B, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0):
@@ -119,9 +121,11 @@ def test_filters_find_the_same_threshold_a_bit_or_four_at_a_time():
         top_k=[0, 1, 5, 50, 499, 7, 0, 3],
         top_p=[0.3, 1.0, 0.9, 0.5, 0.999, 0.1, 1.0, 0.7],
     )
-    by_bits = jax.jit(sampling_lib.thresholds)(logits_BTV, sampling)
+    by_bits = jax.jit(sampling_lib.thresholds, static_argnums=0)(RUNTIME, logits_BTV, sampling)
     with mock.patch.object(jax.lax, "platform_dependent", lambda *, cpu, default: default()):
-        by_digits = jax.jit(lambda *args: sampling_lib.thresholds(*args))(logits_BTV, sampling)
+        by_digits = jax.jit(lambda *args: sampling_lib.thresholds(RUNTIME, *args))(
+            logits_BTV, sampling
+        )
     np.testing.assert_array_equal(by_bits, by_digits)
     assert len(np.unique(by_bits)) > 8
 
@@ -148,7 +152,9 @@ def test_extreme_temperatures_give_a_distribution(temperature):
     probs_BTV = PROBABILITIES(logits_BTV, sampling)
     expected = [1, 0, 0, 0] if temperature < 1 else [0.25] * 4
     np.testing.assert_allclose(probs_BTV[0, 0], expected, atol=1e-4)
-    drawn_BT, _ = DRAW(logits_BTV, sampling, jnp.zeros((400, 1), jnp.int32), Stream.TARGET)
+    drawn_BT, _ = SAMPLE(
+        RUNTIME, logits_BTV, sampling, jnp.zeros((400, 1), jnp.int32), Stream.TARGET
+    )
     assert (np.bincount(np.asarray(drawn_BT)[:, 0], minlength=4) > 60).tolist() == [
         p > 0 for p in expected
     ]
@@ -160,8 +166,8 @@ def test_draws_follow_the_distribution_and_never_leave_it():
     B = 100_000
     with np.errstate(divide="ignore"):
         logits_BTV = jnp.tile(np.log(probs_V), (B, 1, 1))
-    tokens_B1, _ = DRAW(
-        logits_BTV, params(B, seed=np.arange(B)), jnp.full((B, 1), 7), Stream.TARGET
+    tokens_B1, _ = SAMPLE(
+        RUNTIME, logits_BTV, params(B, seed=np.arange(B)), jnp.full((B, 1), 7), Stream.TARGET
     )
     share_V = np.bincount(np.asarray(tokens_B1)[:, 0], minlength=6) / B
     assert (np.abs(share_V - probs_V) <= 6 * np.sqrt(probs_V * (1 - probs_V) / B)).all()
@@ -178,14 +184,15 @@ def test_noise_depends_on_seed_position_and_stream_alone():
     )
     distributions = jnp.tile(np.log(probs_V), (4, 2, 1))
     tokens_BT = np.asarray(
-        DRAW(distributions, params(4, seed=seed_B), position_BT, Stream.TARGET)[0]
+        SAMPLE(RUNTIME, distributions, params(4, seed=seed_B), position_BT, Stream.TARGET)[0]
     )
     assert (
         tokens_BT[0].tolist() == tokens_BT[1, ::-1].tolist() and tokens_BT[2, 0] == tokens_BT[2, 1]
     )
     for b in range(4):
         for t in range(2):
-            alone, _ = DRAW(
+            alone, _ = SAMPLE(
+                RUNTIME,
                 distributions[:1, :1],
                 params(1, seed=seed_B[b]),
                 position_BT[b : b + 1, t : t + 1],
@@ -193,7 +200,7 @@ def test_noise_depends_on_seed_position_and_stream_alone():
             )
             assert alone[0, 0] == tokens_BT[b, t]
     mixed = params(4, seed=seed_B, temperature=[1.0, 0.0, 1.0, 1.0])
-    drawn = np.asarray(DRAW(distributions, mixed, position_BT, Stream.TARGET)[0])
+    drawn = np.asarray(SAMPLE(RUNTIME, distributions, mixed, position_BT, Stream.TARGET)[0])
     np.testing.assert_array_equal(drawn[[0, 2, 3]], tokens_BT[[0, 2, 3]])
 
 

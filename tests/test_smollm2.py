@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import specjax
-from specjax.engine import eagle_heads as heads
+from specjax.checkpoints_convert import eagle as heads
 from specjax.engine import load as checkpoint
 
 PATH = os.environ.get("SPECJAX_TEST_MODEL")
@@ -37,7 +37,7 @@ def generate() -> dict:
     one batch: compiling thirty layers takes longer than running them."""
     model = specjax.load(PATH)
     prompts = [row["prompt_ids"] for row in GREEDY] + [GREEDY[0]["prompt_ids"]]
-    head, results = specjax.load_head(None, model), {}
+    head, results = specjax.load_drafter("eagle", None, model), {}
     for run, budget in RUNS.items():
         drafter, verify = run.split(", ")
         completions = specjax.generate(
@@ -91,7 +91,7 @@ def test_greedy_text_is_that_of_transformers(runs, run):
 
 
 def test_the_head_that_comes_with_the_package_is_small_and_often_right(opened, runs):
-    folder = heads.shipped(opened.config)
+    folder = heads.bundled(opened.config)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 16e6
     completions = runs["eagle, rejection"][:5]
     assert (

@@ -1,11 +1,12 @@
-"""The tokenizer: encoding, the chat template, and streaming that never breaks a character."""
+"""The tokenizer: encoding, chat templates, and text without incomplete characters."""
 
+import dataclasses
 import json
 import random
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from specjax import tokenizer as tokenizer_lib
 from specjax.errors import SpecJAXError
@@ -25,7 +26,7 @@ def tokenizer(folder):
 
 
 def sentencepiece():
-    """Byte fallback, a space put before the text, and one taken away when decoding."""
+    """A tokenizer with byte fallback that adds a leading space and removes it when decoding."""
     tokens = [
         "<unk>",
         "<s>",
@@ -122,14 +123,91 @@ def test_template_language(folder, template, text):
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% if %}", "{{ 1 + 'a' }}"],
+    ("template", "text"),
+    [
+        ("{% if tools is not none %}tools{% endif %}x", "x"),
+        ("{% if documents is not none %}documents{% endif %}x", "x"),
+        ("{{ tools is defined }}{{ documents is defined }}", "TrueTrue"),
+        ("{{ messages[0].name is defined }}", "False"),  # null is left out of messages
+        ("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", "whywhy"),
+        ("{{ image_token }}", "<img>"),
+    ],
 )
-def test_templates_are_sandboxed_and_their_errors_named(folder, template):
-    (folder / "chat_template.jinja").write_text(template)
-    tokenizer = tokenizer_lib.from_folder(folder)
-    with pytest.raises(SpecJAXError, match="chat template"):
+def test_templates_see_the_variables_that_transformers_passes(tmp_path, template, text):
+    """Expected texts were rendered by transformers 5.24."""
+    folders.write_tokenizer(tmp_path, chat_template=template, image_token="<img>")
+    message = {"role": "user", "content": "a", "name": None, "reasoning": "why"}
+    assert tokenizer_lib.from_folder(tmp_path).render_chat([message]) == text
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% if %}",
+        "{{ 1 + 'a' }}",
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 30) }}",
+        "{{ 2.0 ** 5000 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ raise_exception('first\nsecond') }}",
+    ],
+)
+def test_a_template_that_fails_is_one_line_with_the_file(tmp_path, file, template):
+    in_config = file == "tokenizer_config.json"
+    folders.write_tokenizer(tmp_path, chat_template=template if in_config else "x")
+    if not in_config:
+        (tmp_path / file).write_text(template)
+    tokenizer = tokenizer_lib.from_folder(tmp_path)
+    with pytest.raises(SpecJAXError) as caught:
         tokenizer.render_chat([])
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / file}: the chat template failed: ")
+    assert "\n" not in message
+
+
+TEXT_PARTS = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        # Templates of text only: the parts joined, as vLLM and llama.cpp do.
+        ("{{ messages[0].content }}", "he\nllo"),
+        ("{{ 'user: ' + messages[0].content | trim }}", "user: he\nllo"),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "he\\nllo"}'),
+        # Templates that handle lists see the list.
+        ("{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}", "[he][llo]"),
+        (
+            "{% if messages[0].content is string %}no{% else %}"
+            "{% for part in messages[0].content %}{{ part['text'] }}{% endfor %}{% endif %}",
+            "hello",
+        ),
+    ],
+)
+def test_content_as_a_list_of_text_parts(tokenizer, template, text):
+    tokenizer = dataclasses.replace(tokenizer, chat_template=template)
+    assert tokenizer.render_chat([{"role": "user", "content": TEXT_PARTS}]) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "'content' must be a string or a list of text parts, got null"),
+        (3, "got 3"),
+        ([], r"got \[\]"),
+        ([{"type": "image_url", "image_url": "x"}], "type 'image_url' are not supported"),
+        ([{"type": "text"}], "'text' of a part must be a string, got None"),
+        (["he"], "a part of 'content' must be an object, got 'he'"),
+    ],
+)
+def test_content_that_is_no_text_is_rejected(tokenizer, content, words):
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": content}]
+    for check in (tokenizer.render_chat, tokenizer_lib.check_messages):
+        with pytest.raises(SpecJAXError, match=f"message 2.*{words}"):
+            check(messages)
 
 
 def test_named_templates(tmp_path):
@@ -172,6 +250,111 @@ def test_broken_tokenizer_json(tmp_path, content):
         tokenizer_lib.from_folder(tmp_path)
 
 
+def added_token(text, **flags):
+    """A token as added_tokens_decoder has it."""
+    fields = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    return {"content": text, **fields, "special": True, **flags}
+
+
+@dataclasses.dataclass
+class AddedTokens:
+    """Fields of tokenizer_config.json, and ids that transformers 5.24's AutoTokenizer gives."""
+
+    text: str
+    ids: list[int]
+    decoded: str
+    config: dict
+    eos_id: int = 1
+    files: dict = dataclasses.field(default_factory=dict)
+
+
+ADDED_TOKENS = {
+    "added_tokens_decoder": AddedTokens(
+        "<|im_start|>hello<|im_end|>",
+        [0, 267, 263, 268],
+        "hello",
+        {
+            "added_tokens_decoder": {
+                "267": added_token("<|im_start|>"),
+                "268": added_token("<|im_end|>"),
+            },
+            "eos_token": "<|im_end|>",
+        },
+        eos_id=268,
+    ),
+    "flags of the tokens": AddedTokens(
+        "a <|x|> b wor world",
+        [0, 68, 267, 69, 224, 268, 264, 265, 79, 71],
+        "a<|x|>b wor world",
+        {
+            "added_tokens_decoder": {
+                "267": added_token("<|x|>", special=False, lstrip=True, rstrip=True),
+                "268": added_token("wor", special=False, single_word=True),
+            }
+        },
+    ),
+    "special tokens with a role": AddedTokens(
+        "<pad><|e|>",
+        [0, 268, 267],
+        "",
+        {"pad_token": "<pad>", "eos_token": "<|e|>"},
+        eos_id=267,
+    ),
+    "roles of the model's own": AddedTokens("<|img|>", [0, 267], "", {"image_token": "<|img|>"}),
+    "additional_special_tokens": AddedTokens(
+        "<|a|>hello<|b|>hell",
+        [0, 267, 262, 82, 268, 262],
+        "o",
+        {"additional_special_tokens": ["<|a|>", "<|b|>", "hell"]},
+    ),
+    "added_tokens.json": AddedTokens(
+        "<|p|><|q|><|r|>",
+        [0, 268, 267, 269],
+        "<|p|>",
+        {},
+        eos_id=267,
+        files={
+            "added_tokens.json": {"<|p|>": 268, "<|q|>": 267},
+            "special_tokens_map.json": {
+                "eos_token": "<|q|>",
+                "additional_special_tokens": ["<|r|>"],
+            },
+        },
+    ),
+    "older files beside added_tokens_decoder": AddedTokens(
+        "<|a|>",
+        [0, 267],
+        "",
+        {"added_tokens_decoder": {"267": added_token("<|a|>")}},
+        files={"special_tokens_map.json": {"eos_token": "<|q|>"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADDED_TOKENS.values(), ids=ADDED_TOKENS)
+def test_tokens_that_tokenizer_json_lacks(tmp_path, case):
+    folders.write_tokenizer(tmp_path, **case.config)
+    for name, fields in case.files.items():
+        (tmp_path / name).write_text(json.dumps(fields))
+    tokenizer = tokenizer_lib.from_folder(tmp_path)
+    assert tokenizer.encode(case.text) == case.ids
+    assert tokenizer.decode(case.ids) == case.decoded
+    assert tokenizer.eos_id == case.eos_id
+    assert tokenizer.vocab_size > max(case.ids)
+
+
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"]
+)
+def test_dangling_links_are_named(folder, file):
+    for path in (folder / "tokenizer.json", folder / file):
+        if file == "tokenizer.model" or path.name == file:
+            path.unlink(missing_ok=True)
+    (folder / file).symlink_to("blobs/gone")
+    with pytest.raises(SpecJAXError, match=f"{file} is a link to blobs/gone, which does not exist"):
+        tokenizer_lib.from_folder(folder)
+
+
 TEXTS = [
     "",
     " ",
@@ -185,6 +368,67 @@ TEXTS = [
 ]
 
 
+def text_of_bytes(data):
+    """U+FFFD for bytes that are not UTF-8, and nothing for an incomplete character at the end."""
+    for length in (1, 2, 3):
+        end = data[-length:]
+        try:
+            end.decode()
+        except UnicodeDecodeError as error:
+            if error.start == 0 and error.reason == "unexpected end of data":
+                data = data[:-length]
+                break
+    return data.decode(errors="replace")
+
+
+def ids_of_bytes(tokenizer, data):
+    """One token for each byte."""
+    if tokenizer.token_ids.get("<0x00>") is not None:
+        return [tokenizer.token_ids[f"<0x{byte:02X}>"] for byte in data]
+    characters = {byte: text for text, byte in tokenizer_lib._byte_level_alphabet().items()}
+    assert set(characters.values()) == set(pre_tokenizers.ByteLevel.alphabet())
+    return [tokenizer.token_ids[characters[byte]] for byte in data]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_text_has_no_incomplete_character_at_its_end(tokenizer, kind):
+    tokenizer = tokenizer if kind == "byte level" else sentencepiece()
+    rng = random.Random(0)
+    whole = "aé🎉日\ufffd▁".encode()
+    for _ in range(500):
+        data = b"a"
+        for _ in range(rng.randrange(6)):
+            start = rng.randrange(len(whole))
+            data += whole[start : start + rng.randrange(6)]
+        if rng.random() < 0.2:
+            data += bytes([rng.randrange(256)])
+        ids = ids_of_bytes(tokenizer, data)
+        expected = text_of_bytes(data)
+        assert tokenizer.decode(ids) == expected
+        assert tokenizer.decode([*ids, tokenizer.eos_id]) == expected
+        stream = tokenizer.stream()
+        shown = ""
+        for count, id_ in enumerate(ids, 1):
+            shown += stream.push([id_])
+            assert shown == text_of_bytes(data[:count])  # nothing is held back
+        assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_invalid_bytes_inside_the_text(tokenizer, kind):
+    tokenizer = tokenizer if kind == "byte level" else sentencepiece()
+    cut = "🎉".encode()[:2]
+    for data, text in (
+        (b"a" + cut + b"b", "a\ufffdb"),
+        ("日".encode() + b"\xff", "日\ufffd"),
+        ("日".encode() + cut, "日"),
+        (cut + "日".encode(), "\ufffd日"),
+    ):
+        ids = ids_of_bytes(tokenizer, data)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.token_ids["b"]]) in (text + "b", text + "\ufffdb")
+
+
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -192,16 +436,16 @@ def test_stream_equals_decode(tokenizer, kind, skip, size):
     tokenizer = tokenizer if kind == "byte level" else sentencepiece()
     rng = random.Random(0)
     cases = [tokenizer.encode(text) for text in TEXTS]
-    # Ids at random: mostly broken UTF-8.
-    cases += [
-        [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))] for _ in range(200)
-    ]
+    for _ in range(200):  # mostly broken UTF-8
+        length = rng.randrange(30)
+        cases.append([rng.randrange(tokenizer.vocab_size) for _ in range(length)])
     for ids in cases:
         stream = tokenizer.stream(skip_special_tokens=skip)
-        pieces = [stream.push(ids[i : i + size]) for i in range(0, len(ids), size)] + [
-            stream.flush()
-        ]
-        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+        text = ""
+        for start in range(0, len(ids), size):
+            text += stream.push(ids[start : start + size])
+        text += stream.flush()
+        assert text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def test_stream_never_gives_half_a_character(tokenizer):
@@ -210,10 +454,3 @@ def test_stream_never_gives_half_a_character(tokenizer):
     pieces = [stream.push([id_]) for id_ in tokenizer.encode(text)]
     assert [piece for piece in pieces if piece] == list(text)
     assert stream.flush() == ""
-
-
-def test_stream_of_a_sequence_that_ends_inside_a_character(tokenizer):
-    stream = tokenizer.stream()
-    ids = tokenizer.encode("a🎉")[:-1]
-    assert "".join(stream.push([id_]) for id_ in ids) == "a"
-    assert stream.flush() == tokenizer.decode(ids)[1:] != ""

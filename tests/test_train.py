@@ -198,7 +198,7 @@ def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, 
         run(tmp_path / "run", dataclasses.replace(CFG, **change))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("mine")
-    with pytest.raises(SpecJAXError, match=r"is not empty, and has no run\.json"):
+    with pytest.raises(SpecJAXError, match=r"is not empty and has no run\.json"):
         run(tmp_path / "other")
 
 

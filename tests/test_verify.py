@@ -8,10 +8,13 @@ import pytest
 
 from specjax import sampling as sampling_lib
 from specjax import verify
+from specjax.config import Runtime
+from specjax.drafters.base import Draft
 from specjax.sampling import SamplingArrays, Stream
 
-VERIFY = jax.jit(verify.verify, static_argnums=0, static_argnames="num_valid")
-DRAW = jax.jit(sampling_lib.draw, static_argnums=3, static_argnames="num_valid")
+VERIFY = jax.jit(verify.verify, static_argnums=(0, 1))
+SAMPLE = jax.jit(sampling_lib.sample, static_argnums=(0, 4))
+RUNTIME = Runtime()
 
 
 def sampling_of(seed_B, temperature=1.0):
@@ -29,8 +32,8 @@ def test_without_drafts_both_modes_draw_the_targets_own_token(mode):
     logits_BTV = random_logits(1, 64, 1, 5)
     sampling, position_B = sampling_of(range(64)), jnp.arange(64)
     none_BM, count_B = jnp.zeros((64, 0), jnp.int32), jnp.zeros(64, jnp.int32)
-    verified = VERIFY(mode, logits_BTV, none_BM, count_B, None, sampling, position_B)
-    expected_BT, _ = DRAW(logits_BTV, sampling, position_B[:, None], Stream.TARGET)
+    verified = VERIFY(mode, RUNTIME, logits_BTV, Draft(none_BM, count_B), sampling, position_B)
+    expected_BT, _ = SAMPLE(RUNTIME, logits_BTV, sampling, position_B[:, None], Stream.TARGET)
     np.testing.assert_array_equal(verified.tokens_BT, expected_BT)
     assert len(np.unique(expected_BT)) == 5 and not verified.accepted_B.any()
 
@@ -41,9 +44,13 @@ def test_coupled_emits_what_plain_sampling_would_draw_and_accepts_what_equals_it
     logits_BTV = random_logits(2, B, K + 1, V)
     draft_BM, count_B = rng.integers(0, V, (B, K), np.int32), rng.integers(0, K + 1, B, np.int32)
     sampling, position_B = sampling_of(range(B)), jnp.asarray(rng.integers(1, 50, B))
-    verified = VERIFY("coupled", logits_BTV, draft_BM, count_B, None, sampling, position_B)
+    verified = VERIFY(
+        "coupled", RUNTIME, logits_BTV, Draft(draft_BM, count_B), sampling, position_B
+    )
     own_BT = np.asarray(
-        DRAW(logits_BTV, sampling, position_B[:, None] + jnp.arange(K + 1), Stream.TARGET)[0]
+        SAMPLE(
+            RUNTIME, logits_BTV, sampling, position_B[:, None] + jnp.arange(K + 1), Stream.TARGET
+        )[0]
     )
     for b in range(B):
         agree = [*(own_BT[b, :K] == draft_BM[b])[: count_B[b]], False].index(False)
@@ -66,7 +73,9 @@ def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_to
     wrong_B = np.arange(32) % 4
     for b in np.flatnonzero(wrong_B < 3):
         draft_BM[b, wrong_B[b]] = (draft_BM[b, wrong_B[b]] + 1) % 6
-    verified = VERIFY(mode, logits_BTV, draft_BM, jnp.full(32, 3), None, sampling, jnp.arange(32))
+    verified = VERIFY(
+        mode, RUNTIME, logits_BTV, Draft(draft_BM, jnp.full(32, 3)), sampling, jnp.arange(32)
+    )
     np.testing.assert_array_equal(verified.accepted_B, wrong_B)
     for b in range(32):
         np.testing.assert_array_equal(
@@ -83,13 +92,11 @@ def test_ids_that_are_not_valid_are_neither_drawn_nor_accepted(mode):
     for sampling in (sampling_of(range(128)), SamplingArrays(jnp.arange(128, dtype=jnp.uint32))):
         verified = VERIFY(
             mode,
+            Runtime(num_valid_tokens=5),
             logits_BTV,
-            draft_BM,
-            jnp.full(128, 2),
-            None,
+            Draft(draft_BM, jnp.full(128, 2)),
             sampling,
             jnp.arange(128),
-            num_valid=5,
         )
         assert not verified.accepted_B.any()
         assert set(np.unique(verified.tokens_BT[:, 0])) == set(range(5))

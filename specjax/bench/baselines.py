@@ -17,9 +17,9 @@ from rich.table import Table
 
 from specjax.bench import timing
 from specjax.bench.setup import Setup, Speculation
-from specjax.engine import generate as generation
-from specjax.engine import load
+from specjax.engine import batch, load
 from specjax.engine.load import Model
+from specjax.engine.request import Prompt
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 
@@ -103,7 +103,7 @@ class Baselines:
 
 def measure(
     setup: Setup,
-    prompts: dict[str, generation.Prompt],
+    prompts: dict[str, Prompt],
     speculation: Speculation,
     baselines: Baselines,
     *,
@@ -131,7 +131,7 @@ def measure(
     engines = baselines.start(target)
     rows = []
     for name, prompt in prompts.items():
-        ids = generation.encode(target, prompt, name)
+        ids = batch.encode(target, prompt, name)
         rates: dict[str, list[float]] = {}
         for _ in range(repeats + 1):
             times = [timing.seconds(read_weights) for _ in range(ROOFLINE_REPEATS)]

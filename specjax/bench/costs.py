@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, parallel, sampling
+from specjax import decode, parallel
 from specjax.bench import timing
 from specjax.bench.setup import Setup
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.engine.metrics import Acceptance, expected_tokens
+from specjax.engine.request import SamplingParams
 
 ROUNDS = 8  # in a call
 PREFILL_CHUNK = 64
@@ -99,17 +100,14 @@ def measure(
       repeats: of which the median counts.
     """
     target = setup.target
-    positions = generation.bucket(length + ROUNDS * (K + 1))
     rng = np.random.default_rng(0)
-    tokens_BS = rng.integers(0, target.num_valid_tokens, (batch_size, positions))
-    temperature_B = np.full(batch_size, temperature, np.float32) if temperature else None
-    request = decode.RequestArrays(
-        prompt_length_B=np.full(batch_size, length, np.int32),
-        max_length_B=np.full(batch_size, positions, np.int32),
-        eos_BE=np.full((batch_size, 1), -1, np.int32),
-        sampling=sampling.SamplingArrays(np.zeros(batch_size, np.uint32), temperature_B),
+    prompts = rng.integers(0, target.num_valid_tokens, (batch_size, length))
+    rows = batch.arrays(
+        prompts,
+        max_length=batch.bucket(length + ROUNDS * (K + 1)),
+        sampling=SamplingParams(temperature=temperature),
     )
-    arrays = parallel.put((tokens_BS.astype(np.int32), request), target.mesh)
+    arrays = parallel.put(rows, target.mesh)
     runtime = target.runtime(setup.page_size, setup.implementation)
 
     def rounds(drafter, params=None, count=ROUNDS):

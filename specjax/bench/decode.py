@@ -14,7 +14,7 @@ from specjax.bench import costs
 from specjax.bench.costs import Costs
 from specjax.bench.setup import Setup, Speculation
 from specjax.engine import metrics
-from specjax.engine.generate import Generation
+from specjax.engine.request import Generation
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 

@@ -23,8 +23,8 @@ from specjax.bench.costs import Costs
 from specjax.bench.setup import Setup, Speculation
 from specjax.config import LlamaConfig
 from specjax.engine import metrics
-from specjax.engine.generate import Generation
 from specjax.engine.load import Model
+from specjax.engine.request import Generation
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 

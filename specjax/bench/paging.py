@@ -12,7 +12,7 @@ import numpy as np
 from specjax import kv_cache, llama, parallel
 from specjax.bench import timing
 from specjax.config import LlamaConfig, Runtime
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.engine.load import Model
 from specjax.kernels.paged_attention import xla
 
@@ -54,7 +54,7 @@ def _prepare(target: Model, kind: _Cache, length: int, page_size: int) -> Callab
     config, mesh = target.config, target.mesh
     runtime = target.runtime(page_size, "xla")
     replicas = parallel.dp_size(mesh)
-    positions = generation.bucket(length + 1)
+    positions = batch.bucket(length + 1)
     host = {
         "tokens_BT": np.zeros((replicas, 1), np.int32),
         "length_B": np.full(replicas, length, np.int32),

@@ -16,8 +16,7 @@ from rich.table import Table
 from specjax import files, llama, parallel
 from specjax.checkpoints_convert import hf, orbax
 from specjax.config import LlamaConfig
-from specjax.engine import generate as generation
-from specjax.engine import metrics
+from specjax.engine import batch, metrics
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 
@@ -285,7 +284,7 @@ def _reserve(models: dict[str, _Model], workload: Workload) -> int:
         num_logits = workload.num_speculative_tokens + (role == "target")
         logits += num_logits * model.config.vocab_size // model.shards
         widest = max(widest, 2 * model.config.intermediate_size // model.shards)
-    chunk = generation.prefill_chunk(workload.context)
+    chunk = batch.prefill_chunk(workload.context)
     return 4 * workload.rows * (logits + chunk * widest)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from specjax.bench.setup import Setup, Speculation
-from specjax.engine.generate import Generation
+from specjax.engine.request import Generation
 from specjax.report import plots, tables
 
 

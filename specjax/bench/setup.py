@@ -11,9 +11,8 @@ import numpy as np
 from specjax.drafters import registry
 from specjax.drafters.base import Drafter
 from specjax.engine import generate as generation
-from specjax.engine.eagle_heads import EagleHead
-from specjax.engine.generate import Generation, Prompt
-from specjax.engine.load import Model
+from specjax.engine.load import LoadedDraft, Model
+from specjax.engine.request import Generation, Prompt
 
 
 class Speculation(NamedTuple):
@@ -21,13 +20,13 @@ class Speculation(NamedTuple):
 
     Attributes:
       drafter: name, see `specjax.generate`.
-      draft: its draft model or EAGLE head.
+      draft: its draft model or EAGLE head, from `specjax.load_drafter`.
       num_speculative_tokens: K.
       options: options of the drafter.
     """
 
     drafter: str
-    draft: Model | EagleHead | None
+    draft: LoadedDraft | None
     num_speculative_tokens: int
     options: dict[str, Any]
 

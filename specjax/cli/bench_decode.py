@@ -12,7 +12,7 @@ from specjax.bench import decode, paging
 from specjax.bench.setup import Setup
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, models, outputs, processes
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
 from specjax.report import provenance, tables
@@ -97,7 +97,7 @@ def _encode(target: Model, rows: list[dict]) -> list[tuple[str, tuple[int, ...]]
     """The domain and the token ids of every row."""
     prompts = []
     for row in rows:
-        ids = generation.encode(target, row["prompt"], row["where"])
+        ids = batch.encode(target, row["prompt"], row["where"])
         prompts.append((row["domain"], ids))
     return prompts
 

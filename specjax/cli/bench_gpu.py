@@ -8,9 +8,10 @@ import time
 from absl import flags
 
 from specjax.bench import gpu, plan
-from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli import flags as common_flags
 from specjax.cli import outputs
+from specjax.devices import check_platform
+from specjax.dtypes import DTYPES
 from specjax.report import provenance, tables
 
 FLAGS = flags.FLAGS
@@ -83,6 +84,7 @@ def main(argv: list[str]) -> None:
     )
     output, title = FLAGS.output, f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}"
     invocation = common_flags.invocation(__name__)
+    check_platform()
     outputs.check_output(output)
     config = plan.read_model_config(FLAGS.target)
     result = gpu.measure(config, options)

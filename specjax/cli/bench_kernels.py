@@ -68,12 +68,12 @@ def run(
     Returns:
       The exit code: 1 where a kernel is wrong.
     """
+    check_platform()
     outputs.check_output(output)
     if page_size not in PAGES:
         raise SpecJAXError(f"--page_size must be {PAGE_SIZES}, got {page_size}")
     if not 0 < budget_seconds < float("inf"):
         raise SpecJAXError(f"--budget_seconds must be a positive number, got {budget_seconds}")
-    check_platform()
     missing = dispatch.missing_gpu()
     if missing and not is_tiny:
         raise SpecJAXError(f"the kernels cannot run here: {missing}")

@@ -9,7 +9,7 @@ from absl import flags
 from specjax.bench import decode, saturation
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, models, outputs, processes
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.errors import SpecJAXError
 from specjax.report import provenance, tables
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     outputs.check_output(plot, "plot")
     setup, speculations = models.load_models(decoding)
     (speculation,) = speculations.values()
-    prompts = [generation.encode(setup.target, row["prompt"], row["where"]) for row in rows]
+    prompts = [batch.encode(setup.target, row["prompt"], row["where"]) for row in rows]
     points = saturation.measure(
         setup,
         prompts,

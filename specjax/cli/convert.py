@@ -12,6 +12,8 @@ from rich.console import Console
 
 from specjax.checkpoints_convert import table
 from specjax.cli import flags as common_flags
+from specjax.devices import check_platform
+from specjax.dtypes import DTYPES
 from specjax.engine import load
 
 FLAGS = flags.FLAGS
@@ -28,7 +30,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype",
         None,
-        list(table.DTYPES),
+        list(DTYPES),
         "dtype to write; by default that of the source, float32 for quantised GGUF.",
     )
 
@@ -51,8 +53,10 @@ def write_with_progress(
       dtype: to write; None for the default.
 
     Raises:
-      SpecJAXError: for a source that cannot be used or an output that cannot be written.
+      SpecJAXError: for a source that cannot be used or an output that cannot be written, or JAX
+        has no device.
     """
+    check_platform()
     console = Console()
     start = time.perf_counter()
     with progress_lib.Progress(

@@ -9,11 +9,10 @@ from absl import flags
 from specjax.bench.setup import Setup, Speculation
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl
-from specjax.engine import eagle_heads, load
 from specjax.engine import generate as generation
-from specjax.engine.eagle_heads import EagleHead
-from specjax.engine.generate import Generation
-from specjax.engine.load import Model
+from specjax.engine import load
+from specjax.engine.load import LoadedDraft, Model
+from specjax.engine.request import Generation
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 from specjax.report.stream import TextStream, legend
@@ -78,14 +77,14 @@ def run(path: str, max_new_tokens: int) -> int:
     return 0 if same else 1
 
 
-def _bundled_head(target: Model) -> EagleHead | None:
+def _bundled_head(target: Model) -> LoadedDraft | None:
     """The EAGLE head that is bundled for the target, if there is one."""
     with contextlib.suppress(SpecJAXError):
-        return eagle_heads.load(None, target)
+        return load.load_drafter(HEAD_DRAFTERS[-1], None, target)
     return None
 
 
-def _speculation(name: str, head: EagleHead | None) -> Speculation:
+def _speculation(name: str, head: LoadedDraft | None) -> Speculation:
     K = generation.default_num_speculative_tokens(name)
     return Speculation(name, head if name in HEAD_DRAFTERS else None, K, {})
 

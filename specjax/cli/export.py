@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from absl import flags
 
-from specjax.checkpoints_convert import table
 from specjax.cli import convert
 from specjax.cli import flags as common_flags
+from specjax.dtypes import DTYPES
 from specjax.engine import load
 
 FLAGS = flags.FLAGS
@@ -20,9 +20,7 @@ def define_flags() -> None:
     common_flags.define_path(
         "output", None, "Hugging Face folder to write; it must not exist.", required=True
     )
-    flags.DEFINE_enum(
-        "dtype", None, list(table.DTYPES), "dtype to write; by default the stored one."
-    )
+    flags.DEFINE_enum("dtype", None, list(DTYPES), "dtype to write; by default the stored one.")
 
 
 def main(argv: list[str]) -> None:

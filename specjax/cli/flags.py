@@ -16,9 +16,9 @@ from typing import Any
 from absl import flags
 
 from specjax import files
-from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli.processes import DEFAULT_TIMEOUT, Processes
 from specjax.drafters import registry
+from specjax.dtypes import DTYPES
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.report.provenance import Invocation

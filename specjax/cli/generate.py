@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
 from typing import Any
 
 from absl import flags
@@ -12,7 +11,9 @@ from rich.console import Console
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, models, outputs, processes
 from specjax.cli.flags import Decoding
-from specjax.engine.generate import Completion, Generation, Prompt
+from specjax.engine import batch
+from specjax.engine.load import Model
+from specjax.engine.request import Completion, Generation, Prompt
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 from specjax.report.stream import TextStream, print_text
@@ -98,8 +99,8 @@ def read_prompts(
       SpecJAXError: naming the file and line at fault; or there is no prompt.
     """
     rows = jsonl.read_prompts(path, jsonl.ROW_OPTIONS) if path else []
-    for i, text in enumerate(texts):
-        rows.append({"prompt": text, "where": f"prompt {len(rows) + i}"})
+    for text in texts:
+        rows.append({"prompt": text, "where": f"prompt {len(rows)}"})
     if not rows:
         raise SpecJAXError("there is no prompt: give --prompt or --prompts_file")
     prompts = []
@@ -110,8 +111,19 @@ def read_prompts(
         prompts.append(prompt)
     options = {}
     for name, default in defaults.items():
+        batch.per_prompt(name, default, 1)
+        for row in rows:
+            if name in row:
+                _check_option(name, row)
         options[name] = [row.get(name, default) for row in rows]
     return Prompts(prompts, [row["where"] for row in rows], options)
+
+
+def _check_option(name: str, row: dict) -> None:
+    try:
+        batch.per_prompt(name, row[name], 1)
+    except SpecJAXError as error:
+        raise SpecJAXError(f"{row['where']}: {error}") from error
 
 
 def run(
@@ -141,31 +153,30 @@ def run(
         options["eos_ids"] = ()
     setup, speculations = models.load_models(decoding)
     speculation = speculations[drafter]
+    ids = _encode(setup.target, prompts)
     console = Console(highlight=False)
-    stream = None
-    if console.is_terminal and setup.target.tokenizer and processes.is_only():
-        headlines = [jsonl.headline(prompt) for prompt in prompts.prompts]
-        stream = TextStream(console, setup.target, headlines).on_tokens
-    show = None if stream else _Printer(console, prompts.prompts)
-    with outputs.CompletionWriter(output, prompts.prompts) as writer, show or nullcontext():
-
-        def on_completion(index: int, completion: Completion) -> None:
-            writer.write(index, completion)
-            if show:
-                show.print(index, completion)
-
-        result = setup.generate(
-            speculation,
-            prompts.prompts,
-            on_tokens=stream,
-            on_completion=on_completion,
-            **options,
-        )
+    with outputs.CompletionWriter(output, prompts.prompts) as writer:
+        is_live = console.is_terminal and processes.is_only()
+        if is_live and setup.target.tokenizer is not None:
+            headlines = [jsonl.headline(prompt) for prompt in prompts.prompts]
+            stream = TextStream(console, setup.target, headlines)
+            result = setup.generate(
+                speculation,
+                ids,
+                on_tokens=stream.on_tokens,
+                on_completion=writer.write,
+                **options,
+            )
+        else:
+            with _Printer(console, prompts.prompts, writer) as printer:
+                result = setup.generate(
+                    speculation, ids, on_completion=printer.on_completion, **options
+                )
     if writer.error:
         raise SpecJAXError(writer.error)
     runs = {"plain" if drafter == "none" else "speculative": [result]}
     if compare:
-        plain = setup.generate(None, prompts.prompts, **options)
+        plain = setup.generate(None, ids, **options)
         runs = {"plain": [plain], **runs}
     _print_warning(result)
     K = speculation.num_speculative_tokens or 0
@@ -176,15 +187,25 @@ def run(
     return _report_comparison(runs, is_exact=decoding.verify == "coupled" or not is_sampled)
 
 
-class _Printer:
-    """Prints finished completions, in the order of the prompts.
+def _encode(target: Model, prompts: Prompts) -> list[tuple[int, ...]]:
+    """The token ids of every prompt. Raises SpecJAXError, which names the prompt."""
+    encoded = []
+    for prompt, name in zip(prompts.prompts, prompts.names, strict=True):
+        ids = batch.encode(target, prompt, name)
+        batch.check_context(target, ids, name)
+        encoded.append(ids)
+    return encoded
 
-    A context manager: at its end, be it an interrupt, those that wait for an earlier one are
-    printed as well.
+
+class _Printer:
+    """Writes finished completions, and prints them in the order of the prompts.
+
+    A context manager: at its end, even after an interrupt, completions that wait for an earlier one
+    are printed as well.
     """
 
-    def __init__(self, console: Console, prompts: list[Prompt]):
-        self._console, self._prompts = console, prompts
+    def __init__(self, console: Console, prompts: list[Prompt], writer: outputs.CompletionWriter):
+        self._console, self._prompts, self._writer = console, prompts, writer
         self._waiting: dict[int, Completion] = {}
         self._next = 0
 
@@ -192,17 +213,20 @@ class _Printer:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, OSError):  # nothing can be printed
+            return
         for index in sorted(self._waiting):
-            self._show(index)
+            self._print(index)
 
-    def print(self, index: int, completion: Completion) -> None:
-        """Prints a completion, or keeps it until all before it are printed."""
+    def on_completion(self, index: int, completion: Completion) -> None:
+        """Callback for `specjax.generate`."""
+        self._writer.write(index, completion)
         self._waiting[index] = completion
         while self._next in self._waiting:
-            self._show(self._next)
+            self._print(self._next)
             self._next += 1
 
-    def _show(self, index: int) -> None:
+    def _print(self, index: int) -> None:
         completion = self._waiting.pop(index)
         text = completion.tokens if completion.text is None else completion.text
         print_text(self._console, f"{jsonl.headline(self._prompts[index])}\n{text}\n\n")

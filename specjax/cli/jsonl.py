@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from specjax import files
-from specjax.engine.generate import Prompt
+from specjax.engine.request import Prompt
 from specjax.errors import SpecJAXError
 
 DEMO_PROMPTS = importlib.resources.files("specjax") / "data" / "demo_prompts.jsonl"

@@ -10,12 +10,13 @@ import pathlib
 import signal
 import sys
 import time
+import warnings
 
 from absl import flags, logging
 
 import specjax
 from specjax.cli import flags as common_flags
-from specjax.errors import SpecJAXError
+from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.report.stream import visible
 
 COMMANDS = (
@@ -56,7 +57,10 @@ def main(argv: list[str]) -> int:
       The exit code: 0, 1 (a failure), 2 (unusable input) or 130 (interrupted).
     """
     try:
-        code = _main(argv)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", SpecJAXWarning)
+            warnings.showwarning = _show_warning
+            code = _main(argv)
         sys.stdout.flush()
         return code
     except (SpecJAXError, flags.Error) as error:
@@ -142,6 +146,15 @@ MODULES = {name: functools.partial(_module, name) for name in COMMANDS}
 def _complain(message: str) -> int:
     print(f"specjax: error: {visible(' '.join(message.split()))}", file=sys.stderr)
     return USAGE_ERROR
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    """Prints a warning of SpecJAX in one line, and others as Python does."""
+    if issubclass(category, SpecJAXWarning):
+        text = f"specjax: warning: {visible(' '.join(str(message).split()))}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    sys.stderr.write(text)
 
 
 def _flush() -> None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from jax.sharding import Mesh
-
-from specjax import parallel
 from specjax.bench.setup import Setup, Speculation
 from specjax.cli import processes
 from specjax.cli.flags import Decoding
-from specjax.config import LlamaConfig
 from specjax.drafters import registry
-from specjax.drafters.eagle import EagleConfig
-from specjax.engine import eagle_heads, load
 from specjax.engine import generate as generation
-from specjax.engine.eagle_heads import EagleHead
-from specjax.engine.load import Model
+from specjax.engine import load
+from specjax.engine.load import LoadedDraft, Model
 from specjax.errors import SpecJAXError
 
 
@@ -33,7 +25,7 @@ def load_models(decoding: Decoding) -> tuple[Setup, dict[str, Speculation]]:
     names = decoding.drafters
     if decoding.drafter_options and len(names) > 1:
         raise SpecJAXError("--drafter_options apply to one --drafter, got several")
-    target, draft = _load(decoding.target, names, decoding.draft, decoding.dtype, decoding.degrees)
+    target, draft = _load(decoding)
     speculations = {}
     for name in names:
         uses_draft = len(names) == 1 or any(registry.draft_config_types(name))
@@ -66,44 +58,29 @@ def check_benchmark(decoding: Decoding) -> None:
         )
 
 
-def _load(
-    target_path: str,
-    names: Sequence[str],
-    draft_path: str | None,
-    dtype: str | None,
-    degrees: tuple[int, int, int],
-) -> tuple[Model, Model | EagleHead | None]:
-    kinds = set()
+def _load(decoding: Decoding) -> tuple[Model, LoadedDraft | None]:
+    """Loads the target, and the one draft that the drafters share."""
+    names = [name for name in decoding.drafters if name != "none"]
+    types = set()
+    with_draft = []
     for name in names:
-        if name != "none":
-            kinds |= set(registry.draft_config_types(name)) - {None}
-    if len(kinds) > 1:
+        of_name = set(registry.draft_config_types(name)) - {None}
+        types |= of_name
+        if of_name:
+            with_draft.append(name)
+    if len(types) > 1:
         raise SpecJAXError(
-            f"--drafter: {' and '.join(names)} need a draft model and a head; there is one --draft"
+            f"--drafter: {' and '.join(names)} need different drafts; there is one --draft"
         )
-    if LlamaConfig in kinds and not draft_path:
-        raise SpecJAXError(f"--drafter={','.join(names)} requires a draft model: --draft")
-    uses_head = EagleConfig in kinds
-    has_draft = bool(draft_path) or uses_head
-    if degrees[1] != 1 and not has_draft:
-        raise SpecJAXError(f"--draft_tensor_parallel={degrees[1]}, but there is no --draft")
-    mesh = processes.make_mesh(*degrees)
-    if not has_draft:
-        return load.load(target_path, dtype=dtype, mesh=mesh), None
+    _, draft_tensor_parallel, _ = decoding.degrees
+    if draft_tensor_parallel != 1 and not with_draft:
+        raise SpecJAXError(
+            f"--draft_tensor_parallel={draft_tensor_parallel}, but no --drafter uses a draft"
+        )
+    mesh = processes.make_mesh(*decoding.degrees)
+    drafter = with_draft[0] if with_draft else decoding.drafters[0]
     # What cannot be used or split is rejected before the other one is read.
-    if uses_head:
-        target_config = load.open_source(target_path).config
-        path = draft_path or eagle_heads.shipped(target_config)
-        eagle_heads.check(path, target_config, mesh)
-    elif mesh:
-        _check_shardable(target_path, mesh, "target")
-        _check_shardable(draft_path, mesh, "draft")
-    target = load.load(target_path, dtype=dtype, mesh=mesh)
-    if uses_head:
-        return target, eagle_heads.load(draft_path, target)
-    return target, load.load(draft_path, dtype=dtype, mesh=mesh, role="draft")
-
-
-def _check_shardable(path: str, mesh: Mesh, role: str) -> None:
-    config = load.open_source(path).config
-    parallel.check_shardable(config, parallel.degree(mesh, role), role)
+    opened = load.open_source(decoding.target)
+    load.check_drafter(drafter, decoding.draft, opened, mesh)
+    target = load.load(decoding.target, dtype=decoding.dtype, mesh=mesh)
+    return target, load.load_drafter(drafter, decoding.draft, target)

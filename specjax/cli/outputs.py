@@ -9,7 +9,7 @@ import pathlib
 
 from specjax import files
 from specjax.cli import processes
-from specjax.engine.generate import Completion, Prompt
+from specjax.engine.request import Completion, Prompt
 from specjax.errors import SpecJAXError
 
 PROBE = b"\n" * 4096  # one block: a full disk has room for empty files

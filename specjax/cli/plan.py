@@ -8,8 +8,8 @@ from absl import flags
 from rich.console import Console
 
 from specjax.bench import plan
-from specjax.checkpoints_convert.table import DTYPES
 from specjax.cli import flags as common_flags
+from specjax.dtypes import DTYPES
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS

@@ -92,7 +92,12 @@ def is_first() -> bool:
 
 
 def make_mesh(tensor_parallel: int, draft_tensor_parallel: int, data_parallel: int) -> Mesh | None:
-    """The mesh of all devices with these degrees; None for one device of one process."""
+    """The mesh of all devices with these degrees; None for one device of one process.
+
+    Raises:
+      SpecJAXError: degrees that do not fit the devices, or JAX has no device.
+    """
+    devices.check_platform()
     degrees = (tensor_parallel, draft_tensor_parallel, data_parallel)
     if degrees == (1, 1, 1) and is_only():
         return None

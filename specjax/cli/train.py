@@ -15,13 +15,13 @@ from rich import progress as progress_lib
 from rich.console import Console
 from rich.table import Table
 
-from specjax import files, llama, parallel
+from specjax import dtypes, files, llama, parallel
 from specjax.bench import plan
+from specjax.checkpoints_convert import eagle as heads
 from specjax.checkpoints_convert import table
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, processes
-from specjax.engine import eagle_heads as heads
-from specjax.engine import generate as generation
+from specjax.engine import batch
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
 from specjax.report import provenance, tables
@@ -133,7 +133,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype",
         None,
-        list(table.DTYPES),
+        list(dtypes.DTYPES),
         "dtype to compute in; by default float32 on CPU, else that of "
         "the target. What is trained is float32.",
     )
@@ -175,11 +175,11 @@ def main(argv: list[str]) -> None:
     cfg.check(len(rows) + len(prompts), mesh)
     identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
     identity |= {"shape": dataclasses.asdict(shape), "held_out_contents": held_out.checksum}
-    files.check_claim(
+    files.check_run_identity(
         output / "run", trainer.RUN, identity | dataclasses.asdict(cfg)
     )  # as training will, and more
     if not (output / "run").exists():
-        files.refuse_existing(output / "drafter")
+        files.check_not_exists(output / "drafter")
     files.make_folder(output)
 
     target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
@@ -314,10 +314,10 @@ def _fitting(target: checkpoint.Model, prompts: list[dict]) -> list[tuple[tuple[
     """The tokens and the domain of each prompt that is not too long."""
     encoded = [
         (
-            generation.encode(target, row["prompt"], f"{FLAGS.self_generate}, prompt {i}"),
+            batch.encode(target, row["prompt"], row["where"]),
             row.get("domain", ""),
         )
-        for i, row in enumerate(prompts, 1)
+        for row in prompts
     ]
     fitting = [prompt for prompt in encoded if len(prompt[0]) <= FLAGS.max_seq_len // 2]
     if len(fitting) < len(prompts):

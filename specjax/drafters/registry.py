@@ -131,6 +131,8 @@ def _check_draft_config(name: str, found: list[ModuleType], draft_config: Any) -
 
 
 def _kind(config_type: type) -> str:
+    if config_type is LlamaConfig:
+        return "a draft model"
     return getattr(config_type, "KIND", f"a {config_type.__name__}")
 
 

@@ -1,22 +1,36 @@
-"""Loading, converting and exporting models: our Orbax folders, Hugging Face folders and GGUF files."""
+"""Loading, converting and exporting models and their drafts.
+
+Formats of models: our Orbax folders, Hugging Face folders, GGUF files. The format of a draft that
+is no Llama model belongs to its drafter, whose module names it (`FORMAT`, see
+`specjax.drafters.registry`). Such a format module has
+
+    check(path, target_config, mesh)   raises SpecJAXError unless the headers fit such a target
+    load(path, target_config, target_params, *, dtype, mesh) -> LoadedDraft
+
+where path None stands for the draft that comes with the package.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import files, llama, parallel
+from specjax import dtypes, files, llama, parallel
 from specjax.checkpoints_convert import gguf, hf, orbax, table
 from specjax.config import LlamaConfig, Runtime
 from specjax.devices import check_platform
-from specjax.errors import SpecJAXError
+from specjax.drafters import registry
+from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.tokenizer import Tokenizer
 
 
@@ -28,11 +42,10 @@ class Model:
       config: shape and constants.
       params: pytree of `jax.Array`s with the structure and shapes of
         `llama.abstract_params(config)`.
-      tokenizer: None where the checkpoint has none; then only token ids go in and out.
+      tokenizer: None if the checkpoint has none; then prompts and completions are token ids only.
       eos_ids: sorted ids that end a sequence; may be empty.
       path: where it was loaded from.
-      mesh: the devices that the parameters are split over; None where they are whole, on one
-        device.
+      mesh: devices that the parameters are split over; None for one device.
     """
 
     config: LlamaConfig
@@ -47,45 +60,85 @@ class Model:
         """dtype of the parameters."""
         return llama.params_dtype(self.params)
 
+    @property
+    def num_valid_tokens(self) -> int:
+        """Number of ids that the model may emit; ids from there on pad the embedding."""
+        return _num_valid_tokens(self.config, self.tokenizer)
+
     def runtime(self, page_size: int = 64, implementation: str | None = None) -> Runtime:
         """Returns how this model runs; see `config.Runtime`."""
         return Runtime(self.dtype, page_size, self.num_valid_tokens, implementation, self.mesh)
 
-    @property
-    def num_valid_tokens(self) -> int:
-        """Ids at and above this number are padding of the embedding, which the model must never
-        emit."""
-        if self.tokenizer is None:
-            return self.config.vocab_size
-        return min(self.tokenizer.vocab_size, self.config.vocab_size)
+    def is_placed(self, role: str) -> bool:
+        """Returns whether the parameters are split over the mesh as those of a "target" or "draft"
+        are."""
+        return parallel.is_placed(self.params["embed_VD"], self.mesh, role)
+
+
+@runtime_checkable
+class LoadedDraft(Protocol):
+    """What `load_drafter` returns: a `Model`, or the result of a drafter's own format.
+
+    Attributes:
+      config: of the type that the drafter requires.
+      params: parameters for the drafter.
+      path: where it was loaded from.
+      mesh: devices of its target.
+    """
+
+    config: Any
+    params: Any
+    path: str
+    mesh: Mesh | None
+
+
+# --- Models ---------------------------------------------------------------------------------------
 
 
 def open_source(path: str | os.PathLike) -> table.Opened:
     """Checks a checkpoint of any format by its headers, without reading its data.
 
-    EOS ids outside of the vocabulary are dropped: some configurations say -1 for "none".
-    Raises SpecJAXError, naming the file or tensor at fault, for anything that cannot be used.
+    EOS ids outside the vocabulary are dropped: some configurations use -1 for "none".
+
+    Raises:
+      SpecJAXError: for a checkpoint that cannot be used, naming the file or tensor at fault.
     """
-    opened = _open(pathlib.Path(path))
-    return opened._replace(
-        eos_ids=tuple(id_ for id_ in opened.eos_ids if 0 <= id_ < opened.config.vocab_size)
-    )
+    source = files.expand(path)
+    opened = _open(source)
+    vocab_size = opened.config.vocab_size
+    eos_ids = tuple(token for token in opened.eos_ids if 0 <= token < vocab_size)
+    num_valid = _num_valid_tokens(opened.config, opened.tokenizer)
+    for token in eos_ids:
+        if token >= num_valid:
+            raise SpecJAXError(
+                f"{source}: the end-of-sequence id {token} can never be emitted; the tokenizer's "
+                f"ids range from 0 to {num_valid - 1}"
+            )
+    return opened._replace(eos_ids=eos_ids)
+
+
+def _num_valid_tokens(config: LlamaConfig, tokenizer: Tokenizer | None) -> int:
+    if tokenizer is None:
+        return config.vocab_size
+    return min(tokenizer.vocab_size, config.vocab_size)
 
 
 def _open(source: pathlib.Path) -> table.Opened:
+    if not files.exists(source):
+        raise SpecJAXError(f"{source} does not exist")
     if source.is_file() and source.suffix == ".gguf":
         return gguf.open_file(source)
-    if not source.exists():
-        raise SpecJAXError(f"{source} does not exist")
     if not source.is_dir():
         raise SpecJAXError(f"{source} is neither a folder nor a .gguf file")
-    files.refuse_incomplete(source)
-    if not (source / "config.json").exists():
+    files.check_complete(source)
+    config_path = source / "config.json"
+    if not files.exists(config_path):
         raise SpecJAXError(
-            f"{source}: no config.json: neither a SpecJAX checkpoint nor a Hugging Face folder"
+            f"{source}: no config.json; neither a SpecJAX checkpoint nor a Hugging Face folder"
         )
-    reader = orbax if orbax.is_checkpoint(files.read_json(source / "config.json")) else hf
-    return reader.open_folder(source)
+    if orbax.is_checkpoint(files.read_json(config_path)):
+        return orbax.open_folder(source)
+    return hf.open_folder(source)
 
 
 def load(
@@ -93,50 +146,53 @@ def load(
 ) -> Model:
     """Loads a checkpoint straight into its shards, one parameter or layer at a time.
 
-    Every process reads what its own devices hold of each parameter, and waits for no other process.
+    Every process reads what its own devices hold of each parameter, and does not wait for others.
 
     Args:
       path: a folder written by `convert`, or a Hugging Face Llama folder (config.json and
         safetensors).
       dtype: float32, float16 or bfloat16, to cast every parameter to. By default float32 on a CPU,
         whose bfloat16 matmul is slow, and the stored dtype elsewhere.
-      mesh: from `parallel.make_mesh`; by default everything lies on the default device.
+      mesh: from `parallel.make_mesh`; by default everything is on the default device.
       role: what the model is on the mesh, "target" or "draft".
 
     Raises:
-      SpecJAXError: naming the file, tensor or value at fault, before anything is allocated if
-        headers tell; a model that cannot be split over so many devices. A .gguf file has to be
-        converted first.
+      SpecJAXError: for a checkpoint that cannot be used, naming the file, tensor or value at fault,
+        before anything is allocated if headers show it; for a model that cannot be split over so
+        many devices. A .gguf file must be converted first. JAX finds no device.
     """
     check_platform()
     if role not in parallel.RULES:
-        raise SpecJAXError(f"role {role!r} does not exist; there are: {', '.join(parallel.RULES)}")
-    if pathlib.Path(path).suffix == ".gguf" and pathlib.Path(path).is_file():
+        raise SpecJAXError(f"unknown role {role!r}; choose from {', '.join(parallel.RULES)}")
+    source = files.expand(path)
+    if source.suffix == ".gguf" and source.is_file():
         raise SpecJAXError(
             f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR"
         )
-    opened = open_source(path)
+    opened = open_source(source)
     parallel.check_shardable(opened.config, parallel.degree(mesh, role), role)
+    return _read(opened, source, dtype, mesh, role)
+
+
+def _read(opened: table.Opened, source: pathlib.Path, dtype, mesh: Mesh | None, role: str) -> Model:
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
-    dtype = table.dtype_key(dtype)
-    params = llama.abstract_params(opened.config, table.DTYPES[dtype])
-    here = jax.device_put(0).sharding  # the default device
-    shardings = (
-        jax.tree.map(lambda _: here, params)
-        if mesh is None
-        else parallel.shardings(params, mesh, role)
-    )
-    for (*parents, name), array in opened.parameters(dtype, shardings):
+    name = dtypes.dtype_name(dtype)
+    params = llama.abstract_params(opened.config, dtypes.DTYPES[name])
+    if mesh is None:
+        default_device = jax.device_put(0).sharding
+        shardings = jax.tree.map(lambda _: default_device, params)
+    else:
+        shardings = parallel.shardings(params, mesh, role)
+    for path, array in opened.parameters(name, shardings):
+        *parents, leaf = path
         branch = table.leaf(params, parents)
-        assert (array.shape, array.dtype) == (branch[name].shape, branch[name].dtype), (
-            parents,
-            name,
-            array.shape,
-        )
-        branch[name] = jax.block_until_ready(array)  # or more than this one would be in host memory
+        expected = branch[leaf]
+        assert (array.shape, array.dtype) == (expected.shape, expected.dtype), (path, array.shape)
+        # Waits, so that not more than one parameter is in host memory.
+        branch[leaf] = jax.block_until_ready(array)
     assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(params))
-    return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(path), mesh)
+    return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(source), mesh)
 
 
 def convert(
@@ -145,15 +201,16 @@ def convert(
     dtype=None,
     progress: Callable[[int, int], None] | None = None,
 ) -> table.Opened:
-    """Writes any checkpoint as our Orbax folder; peak host memory is a layer or the embedding,
-    whichever is larger.
+    """Writes any checkpoint as our Orbax folder.
+
+    Peak host memory is a layer or the embedding, whichever is larger.
 
     Args:
       source: a Hugging Face Llama folder, a .gguf file, or one of our folders (to change its
         dtype).
-      output: a folder that does not exist yet. It appears, complete, as the last act.
+      output: a folder that does not exist yet. It appears, complete, at the very end.
       dtype: dtype of the result; by default the stored one (float32 for quantised GGUF).
-      progress: called with (parameters written, parameters in all).
+      progress: called with (parameters written, number of parameters).
 
     Returns:
       What was read, with `dtype` the one written.
@@ -171,44 +228,129 @@ def export(
     dtype=None,
     progress: Callable[[int, int], None] | None = None,
 ) -> table.Opened:
-    """Writes any checkpoint as a Hugging Face folder (safetensors in shards of 5 GB); otherwise as
-    `convert`.
+    """Writes any checkpoint as a Hugging Face folder, with safetensors in shards of 5 GB.
 
-    In the stored dtype, every tensor equals that of the converted source bit for bit.
+    In the stored dtype, every tensor equals that of the converted source bit for bit. Arguments and
+    errors as for `convert`.
     """
     return _write(hf, source, output, dtype, progress)
 
 
 def save(output: str | os.PathLike, model: Model) -> None:
-    """Writes a model in memory as our Orbax folder, in the dtype of its parameters; otherwise as
-    `convert`."""
-    dtype = table.dtype_key(model.dtype)
+    """Writes a model in memory as our Orbax folder, in the dtype of its parameters.
+
+    Raises:
+      SpecJAXError: the output exists or cannot be written. Nothing is left behind.
+    """
 
     def parameters(dtype, shardings=None):
         del shardings
         for parameter in table.parameters(model.config):
             array = parallel.get(table.leaf(model.params, parameter.path))
-            yield parameter.path, table.cast(array, dtype, ".".join(map(str, parameter.path)))
+            name = ".".join(map(str, parameter.path))
+            yield parameter.path, table.cast(array, dtype, name)
 
+    dtype = dtypes.dtype_name(model.dtype)
     opened = table.Opened(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
     with files.new_folder(output) as folder:
         orbax.write_folder(folder, opened, dtype)
 
 
-def _write(writer, source, output, dtype, progress) -> table.Opened:
-    files.refuse_existing(output)
+def _write(writer: ModuleType, source, output, dtype, progress) -> table.Opened:
+    files.check_not_exists(output)
     opened = open_source(source)
-    dtype = opened.dtype if dtype is None else table.dtype_key(dtype)
+    name = opened.dtype if dtype is None else dtypes.dtype_name(dtype)
     with files.new_folder(output) as folder:
-        writer.write_folder(folder, opened, dtype, progress)
-    return opened._replace(dtype=dtype)
+        writer.write_folder(folder, opened, name, progress)
+    return opened._replace(dtype=name)
 
 
-def check_same_vocabulary(target: Model, draft: Model) -> None:
-    """Raises SpecJAXError unless a token id means the same to both models.
+# --- Drafts ---------------------------------------------------------------------------------------
 
-    The sizes must agree, padding included, and where both have tokenizers every token must have the
-    same id.
+
+def load_drafter(name: str, path: str | os.PathLike | None, target: Model) -> LoadedDraft | None:
+    """Loads the draft model or head of a drafter, in the dtype and on the mesh of its target.
+
+    Args:
+      name: of the drafter, or several with commas between them, see `specjax.generate`.
+      path: checkpoint of the draft; None for the one that comes with the package for this target,
+        if its drafter has such drafts.
+      target: the model that it drafts for.
+
+    Returns:
+      The `draft` of `specjax.generate`; None if the drafter needs none.
+
+    Raises:
+      SpecJAXError: for a checkpoint that cannot be read, or a draft for another target, naming what
+        differs.
+    """
+    check_drafter(name, path, target, target.mesh)
+    module = _draft_module(name)
+    if module is None:
+        return None
+    if module.FORMAT is None:
+        return load(path, dtype=target.dtype, mesh=target.mesh, role="draft")
+    draft_format = importlib.import_module(module.FORMAT)
+    return draft_format.load(
+        path, target.config, target.params, dtype=target.dtype, mesh=target.mesh
+    )
+
+
+def check_drafter(
+    name: str,
+    path: str | os.PathLike | None,
+    target: Model | table.Opened,
+    mesh: Mesh | None = None,
+) -> None:
+    """Checks by headers alone that `load_drafter` can load a draft.
+
+    Args:
+      name, path: see `load_drafter`.
+      target: the model that it drafts for, or its checkpoint from `open_source`.
+      mesh: devices of both models.
+
+    Raises:
+      SpecJAXError: see `load_drafter`.
+    """
+    module = _draft_module(name)
+    if module is None:
+        if path is not None:
+            raise SpecJAXError(f"the drafter {name!r} uses no draft, got {path}")
+        return
+    if module.FORMAT is not None:
+        importlib.import_module(module.FORMAT).check(path, target.config, mesh)
+        return
+    if path is None:
+        raise SpecJAXError(f"the drafter {name!r} requires the path of a draft model, got None")
+    draft = open_source(path)
+    parallel.check_shardable(draft.config, parallel.degree(mesh, "draft"), "draft")
+    check_same_vocabulary(target, draft)
+
+
+def _draft_module(name: str) -> ModuleType | None:
+    """Returns the module of the drafter that needs a draft, among those in `name`."""
+    if name == "none":
+        return None
+    found = {module.DRAFT_CONFIG: module for module in registry.modules(name)}
+    found.pop(None, None)
+    if len(found) > 1:
+        raise SpecJAXError(f"the drafters {name!r} need different drafts; only one can be given")
+    return next(iter(found.values()), None)
+
+
+# --- Do target and draft fit together? ------------------------------------------------------------
+
+
+def check_same_vocabulary(target: Model | table.Opened, draft: Model | table.Opened) -> None:
+    """Checks that a token id means the same to both models.
+
+    The sizes must agree, padding included. If both have tokenizers, every token must have the same
+    id in both, except special tokens that only one of them has: no text contains those. Issues a
+    `SpecJAXWarning` that lists such tokens and other differences by which fewer drafts are
+    accepted: the chat template, BOS and EOS.
+
+    Raises:
+      SpecJAXError: an id means different tokens.
     """
     sizes = f"target {target.config.vocab_size}, draft {draft.config.vocab_size}"
     if target.config.vocab_size != draft.config.vocab_size:
@@ -216,14 +358,53 @@ def check_same_vocabulary(target: Model, draft: Model) -> None:
     if target.tokenizer is None or draft.tokenizer is None:
         return
     target_ids, draft_ids = target.tokenizer.token_ids, draft.tokenizer.token_ids
-    differing = {token for token, _ in target_ids.items() ^ draft_ids.items()}
+    special_of_one = _special_tokens(target.tokenizer) - draft_ids.keys()
+    special_of_one |= _special_tokens(draft.tokenizer) - target_ids.keys()
+    differing = {token for token, _ in target_ids.items() ^ draft_ids.items()} - special_of_one
     if differing:
-        token = min(
-            differing,
-            key=lambda token: min(ids[token] for ids in (target_ids, draft_ids) if token in ids),
-        )
+        token = min(differing, key=lambda token: (target_ids | draft_ids)[token])
         raise SpecJAXError(
-            f"target and draft have different vocabularies ({sizes} tokens; tokenizers {len(target_ids)} and "
-            f"{len(draft_ids)}): {token!r} is {target_ids.get(token, 'absent')} in the target and "
+            f"target and draft have different vocabularies ({sizes} tokens; tokenizers "
+            f"{len(target_ids)} and {len(draft_ids)}): {token!r} is "
+            f"{target_ids.get(token, 'absent')} in the target and "
             f"{draft_ids.get(token, 'absent')} in the draft"
         )
+    differences = _other_differences(target, draft)
+    if special_of_one:
+        differences.append(f"special tokens ({_listed(special_of_one)})")
+    if differences:
+        warnings.warn(
+            "target and draft differ, so that fewer drafts may be accepted: "
+            f"{'; '.join(differences)}",
+            SpecJAXWarning,
+            stacklevel=2,
+        )
+
+
+def _special_tokens(tokenizer: Tokenizer) -> set[str]:
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    return {token.content for token in added if token.special}
+
+
+def _other_differences(target: Model | table.Opened, draft: Model | table.Opened) -> list[str]:
+    """Describes what a draft model was trained to see differently."""
+    found = []
+    target_template, draft_template = (model.tokenizer.chat_template for model in (target, draft))
+    if target_template != draft_template:
+        lacking = {target_template: "the target", draft_template: "the draft"}.get(None)
+        found.append("chat template" + (f" ({lacking} has none)" if lacking else ""))
+    target_bos, draft_bos = target.tokenizer.bos_id, draft.tokenizer.bos_id
+    if target_bos != draft_bos:
+        found.append(f"BOS (id {target_bos} and {draft_bos})")
+    if set(target.eos_ids) != set(draft.eos_ids):
+        found.append(f"EOS (ids {_listed(target.eos_ids)} and {_listed(draft.eos_ids)})")
+    return found
+
+
+def _listed(values: Iterable[Any]) -> str:
+    """Lists at most four values."""
+    ordered = sorted(values)
+    shown = ", ".join(str(value) for value in ordered[:4])
+    if len(ordered) > 4:
+        shown += f" and {len(ordered) - 4} more"
+    return shown or "none"

@@ -1,5 +1,4 @@
-"""What a generation says about speculation: acceptance, tokens per round, and what the standard
-formulas predict."""
+"""Statistics of speculation: acceptance, and tokens per round as measured and as predicted."""
 
 from __future__ import annotations
 
@@ -8,24 +7,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specjax.engine.generate import Completion
+from specjax.engine.request import Completion
 
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
     """Statistics over all rounds of some completions.
 
+    A draft is tested if all drafts before it were accepted and none of them ended the sequence.
+
     Attributes:
-      num_tokens: tokens emitted.
+      num_tokens: emitted tokens.
       num_rounds: rounds, counted per sequence.
-      rounds_with_drafts: of those, rounds in which the target checked at least one draft.
+      rounds_with_drafts: rounds in which the target verified at least one draft.
       tokens_per_round: emitted tokens over rounds.
-      tokens_per_drafted_round: the same over rounds with drafts only; NaN where there was none.
-      rate: α, accepted drafts over drafts that were put to the test. Drafts behind a rejected one,
-        or behind an end-of-sequence token, were not. NaN where there was none.
-      by_position: for draft position 1 ... K, the share of the rounds that drafted so far in which
-        the draft at that position was accepted; all before it then were, too. Drafts behind an
-        end-of-sequence token do not count. NaN for positions that were never drafted.
+      tokens_per_drafted_round: the same over rounds with drafts only; NaN if there was none.
+      rate: α, accepted drafts over tested drafts; NaN if none was tested.
+      by_position: for draft position 1 to K, how often the draft at that position and all before it
+        were accepted, over the rounds with a draft there. Drafts after an end-of-sequence token do
+        not count. NaN for positions without drafts.
     """
 
     num_tokens: int
@@ -38,36 +38,50 @@ class Acceptance:
 
 
 def acceptance(completions: Sequence[Completion], num_speculative_tokens: int) -> Acceptance:
-    """Statistics of completions that were generated with K = `num_speculative_tokens` (0 without
-    speculation)."""
-    drafted, accepted, emitted = (
-        np.array([n for c in completions for n in getattr(c, name)], np.int64)
-        for name in ("drafted", "accepted", "emitted")
-    )
-    rejected = (accepted < drafted) & (
-        emitted > accepted
-    )  # not so where the last draft emitted ended the sequence
-    reached = np.where(
-        emitted > accepted, drafted, accepted
-    )  # what lies behind an end of sequence counts nowhere
+    """Returns statistics of completions.
+
+    Args:
+      completions: of one or more calls of `specjax.generate`.
+      num_speculative_tokens: K of these calls; 0 without speculation.
+    """
+    drafted = _all_rounds(completions, "drafted")
+    accepted = _all_rounds(completions, "accepted")
+    emitted = _all_rounds(completions, "emitted")
     has_drafts = drafted > 0
-    position = np.arange(1, num_speculative_tokens + 1)[:, None]
+    # If every emitted token was a draft, the last one ended the sequence: no draft was rejected,
+    # and those after it were not tested.
+    is_ended = emitted == accepted
+    is_rejected = (accepted < drafted) & ~is_ended
+    reached = np.where(is_ended, accepted, drafted)
+    num_accepted = accepted.sum()
+    by_position = []
+    for position in range(1, num_speculative_tokens + 1):
+        num_so_far = (accepted >= position).sum()
+        by_position.append(_ratio(num_so_far, (reached >= position).sum()))
     return Acceptance(
         num_tokens=int(emitted.sum()),
         num_rounds=len(emitted),
         rounds_with_drafts=int(has_drafts.sum()),
         tokens_per_round=_ratio(emitted.sum(), len(emitted)),
         tokens_per_drafted_round=_ratio(emitted[has_drafts].sum(), has_drafts.sum()),
-        rate=_ratio(accepted.sum(), accepted.sum() + rejected.sum()),
-        by_position=tuple(
-            map(_ratio, (accepted >= position).sum(axis=1), (reached >= position).sum(axis=1))
-        ),
+        rate=_ratio(num_accepted, num_accepted + is_rejected.sum()),
+        by_position=tuple(by_position),
     )
 
 
+def _all_rounds(completions: Sequence[Completion], name: str) -> np.ndarray:
+    numbers = []
+    for completion in completions:
+        numbers += getattr(completion, name)
+    return np.array(numbers, np.int64)
+
+
 def expected_tokens(rate: float, num_speculative_tokens: int) -> float:
-    """E = (1 - α^(K+1)) / (1 - α), tokens per round if each draft were accepted with probability α,
-    independently of the others (Leviathan et al. 2023, equation 1)."""
+    """Returns E = (1 - α^(K+1)) / (1 - α), the expected number of tokens per round.
+
+    It holds if each draft is accepted with probability α = `rate`, independently of the others
+    (Leviathan et al. 2023, equation 1).
+    """
     return float(sum(rate**i for i in range(num_speculative_tokens + 1)))
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.engine import metrics
-from specjax.engine.generate import Generation
+from specjax.engine.request import Generation
 
 
 def wide_console() -> Console:

@@ -235,7 +235,7 @@ def train(
             f"no row has more than {SKIPPED + 2} tokens; the first {SKIPPED} are not guessed"
         )
     identity = identity | dataclasses.asdict(cfg)
-    files.claim(folder, RUN, identity)
+    files.claim_run_folder(folder, RUN, identity)
     started = time.perf_counter()
     opt_state = jax.jit(optimizer(cfg).init)(params)
     history: list[dict] = []

@@ -107,7 +107,7 @@ def self_generate(
             f"data_parallel={parallel.dp_size(target.mesh)}"
         )
     eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
-    files.claim(
+    files.claim_run_folder(
         output,
         data.ABOUT,
         {
