@@ -148,7 +148,7 @@ def test_every_buffer_of_the_state_is_donated(compiled):
 
 
 def test_the_callers_own_arrays_survive(compiled):
-    """Parameters, and what the prompts came in as, may be used again after the state was donated."""
+    """Parameters and prompts may be used again after the state was donated."""
     name, *_ = compiled
     args = arguments(name)
     texts = [result(GENERATE(*arguments(name))).emitted for _ in range(2)]

@@ -1,5 +1,5 @@
-"""What every drafter must keep to: found by its name, it changes nothing of the text or its distribution,
-and compiles once."""
+"""What every drafter must keep to: found by its name, it changes nothing of the text or its
+distribution, and compiles once."""
 
 import functools
 import itertools
@@ -47,8 +47,8 @@ def plain():
 
 
 def chi_square_p(counts, distribution, trials) -> float:
-    """Probability of a worse fit than this one under the distribution; cells that expect less than 5 are
-    pooled."""
+    """Probability of a worse fit than this one under the distribution; cells that expect less than
+    5 are pooled."""
     order = np.argsort(distribution.ravel())
     counts, expected = counts.ravel()[order], distribution.ravel()[order] * trials
     rare = expected < 5
@@ -63,8 +63,8 @@ SIZES = [(1, 4), (2, 3), (5, 48)]  # K and page size
 
 
 def text_cases():
-    """Drafter, way of verifying, K and page size: all of them for a draft model, whose own cache has
-    pages too; the others alternate between the ways, so that each drafter has both."""
+    """Drafter, way of verifying, K and page size: all of them for a draft model, whose own cache
+    has pages too; the others alternate between the ways, so that each drafter has both."""
     cases = []
     for index, name in enumerate(NAMES):
         for offset, (K, page_size) in enumerate(SIZES):
