@@ -582,22 +582,19 @@ class TestNumSpeculativeTokens:
         specjax.generate(target, "ngram", PROMPTS, max_new_tokens=9, num_speculative_tokens=8)
         assert [config.drafter.num_tokens for config in configs] == [8]
 
-    @pytest.mark.parametrize("verify", ["rejection", "coupled"])
-    def test_texts_do_not_change(self, target, draft, configs, verify):
+    def test_texts_do_not_change(self, target, draft, configs):
         """A `Drafter` is not cut; its texts, drafts and acceptance are those of the cut one."""
         options = {
             "prompts": PROMPTS * 2,
-            "max_new_tokens": [4, 3, 1, 4, 2, 4],
+            "max_new_tokens": [3, 2, 1, 3, 2, 3],
             "temperature": [0.0, 0.0, 0.0, 2.0, 2.0, 2.0],
-            "verify": verify,
         }
-        config = draft.config
-        whole = registry.make("draft_model", 6, target.config, config)
+        whole = registry.make("draft_model", 4, target.config, draft.config)
         expected = specjax.generate(target, whole, drafter_params=draft.params, **options)
         cut = specjax.generate(
-            target, "draft_model", draft=draft, num_speculative_tokens=6, **options
+            target, "draft_model", draft=draft, num_speculative_tokens=4, **options
         )
-        assert [config.drafter.num_tokens for config in configs] == [6, 3]
+        assert [config.drafter.num_tokens for config in configs] == [4, 2]
         assert cut.completions == expected.completions
 
 

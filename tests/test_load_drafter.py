@@ -75,15 +75,6 @@ class TestPaths:
                 action(home / "model")
 
 
-def test_an_end_of_sequence_id_that_is_never_emitted(tmp_path):
-    folder = write_model(tmp_path / "model", eos_token_id=[1, 270])
-    message = "end-of-sequence token 270 can never be emitted: the tokenizer has 267 tokens"
-    with pytest.raises(SpecJAXError, match=f"{folder}: {message}"):
-        specjax.load(folder)
-    none = write_model(tmp_path / "none", eos_token_id=-1)  # some configurations say so
-    assert specjax.load(none).eos_ids == (1,)  # the tokenizer's
-
-
 class TestLoading:
     """`load_drafter`, and `check_drafter` before anything is read."""
 

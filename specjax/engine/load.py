@@ -103,10 +103,7 @@ def open_source(path: str | os.PathLike) -> table.CheckpointReader:
     Raises:
       SpecJAXError: for a checkpoint that cannot be used, naming the file or tensor at fault.
     """
-    return _open(files.expand(path))
-
-
-def _open(source: pathlib.Path) -> table.CheckpointReader:
+    source = files.expand(path)
     if not files.exists(source):
         raise SpecJAXError(f"{source} does not exist")
     if source.is_file() and source.suffix == ".gguf":
@@ -152,24 +149,24 @@ def load(
         raise SpecJAXError(
             f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR"
         )
-    opened = open_source(source)
-    parallel.check_shardable(opened.config, parallel.degree(mesh, role), role)
-    return _read(opened, source, dtype, mesh, role)
+    reader = open_source(source)
+    parallel.check_shardable(reader.config, parallel.degree(mesh, role), role)
+    return _read(reader, source, dtype, mesh, role)
 
 
 def _read(
-    opened: table.CheckpointReader, source: pathlib.Path, dtype, mesh: Mesh | None, role: str
+    reader: table.CheckpointReader, source: pathlib.Path, dtype, mesh: Mesh | None, role: str
 ) -> Model:
     if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
+        dtype = "float32" if jax.default_backend() == "cpu" else reader.dtype
     name = dtypes.dtype_name(dtype)
-    params = llama.abstract_params(opened.config, dtypes.DTYPES[name])
+    params = llama.abstract_params(reader.config, dtypes.DTYPES[name])
     if mesh is None:
         default_device = jax.device_put(0).sharding
         shardings = jax.tree.map(lambda _: default_device, params)
     else:
         shardings = parallel.shardings(params, mesh, role)
-    for path, array in opened.parameters(name, shardings):
+    for path, array in reader.parameters(name, shardings):
         *parents, leaf = path
         branch = table.leaf(params, parents)
         expected = branch[leaf]
@@ -177,7 +174,7 @@ def _read(
         # Waits, so that not more than one parameter is in host memory.
         branch[leaf] = jax.block_until_ready(array)
     assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(params))
-    return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(source), mesh)
+    return Model(reader.config, params, reader.tokenizer, reader.eos_ids, str(source), mesh)
 
 
 def convert(
@@ -236,18 +233,18 @@ def save(output: str | os.PathLike, model: Model) -> None:
             yield parameter.path, table.cast(array, dtype, name)
 
     dtype = dtypes.dtype_name(model.dtype)
-    opened = table.CheckpointReader(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
+    reader = table.CheckpointReader(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
     with files.new_folder(output) as folder:
-        orbax.write_folder(folder, opened, dtype)
+        orbax.write_folder(folder, reader, dtype)
 
 
 def _write(writer: ModuleType, source, output, dtype, progress) -> table.CheckpointReader:
     files.check_not_exists(output)
-    opened = open_source(source)
-    name = opened.dtype if dtype is None else dtypes.dtype_name(dtype)
+    reader = open_source(source)
+    name = reader.dtype if dtype is None else dtypes.dtype_name(dtype)
     with files.new_folder(output) as folder:
-        writer.write_folder(folder, opened, name, progress)
-    return opened._replace(dtype=name)
+        writer.write_folder(folder, reader, name, progress)
+    return reader._replace(dtype=name)
 
 
 # --- Drafts ---------------------------------------------------------------------------------------

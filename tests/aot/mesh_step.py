@@ -339,7 +339,8 @@ def full() -> int:
     wrong = []
     print(
         "| target | implementation | draft split over | compiled in | arguments per device |"
-        " by arithmetic | temporary | all-reduces of activations |\n|---|---|---:|---:|---:|---:|---:|---:|",
+        " by arithmetic | temporary | all-reduces of activations |\n"
+        "|---|---|---:|---:|---:|---:|---:|---:|",
         flush=True,
     )
     for name, setup in FULL.items():
@@ -352,7 +353,8 @@ def full() -> int:
         ]
         print(
             f"| {DEVICES} {setup.gpu} | {setup.implementation} | {setup.draft_degree} |"
-            f" {facts['seconds']:.0f} s | {facts['argument_bytes'] / 1e9:.2f} GB | {argument_bytes(setup) / 1e9:.2f} GB |"
+            f" {facts['seconds']:.0f} s | {facts['argument_bytes'] / 1e9:.2f} GB |"
+            f" {argument_bytes(setup) / 1e9:.2f} GB |"
             f" {facts['temporary_bytes'] / 1e6:.1f} MB | {len(reduces)} |",
             flush=True,
         )
