@@ -18,7 +18,7 @@ import specjax
 from specjax.checkpoints_convert import eagle as heads
 from specjax.cli import jsonl, main
 from specjax.engine.request import Completion, Generation
-from specjax.train import init_head
+from specjax.train import eagle as eagle_training
 from support import folders
 from support.cli import Outcome, check_refused, write_lines, write_model, write_prompts
 
@@ -333,12 +333,12 @@ def test_demo(command, folder, tmp_path, monkeypatch):
 
 def test_demo_of_a_target_with_a_head(command, folder, tmp_path, monkeypatch):
     target = specjax.load(folder)
-    config = init_head.config(target.config)
+    config = eagle_training.make_config(target.config)
     (tmp_path / "heads").mkdir()
     heads.save(
         tmp_path / "heads" / "own",
         config,
-        init_head.initial_params(config, target.params, jax.random.key(0)),
+        eagle_training.initial_params(config, target.params, jax.random.key(0)),
         None,
     )
     monkeypatch.setattr(heads, "BUNDLED", tmp_path / "heads")

@@ -50,12 +50,12 @@ def test_a_head_from_prompts_to_decoding(command, folder, prompts, tmp_path):
         f"--held_out={output / 'rows'}",
         "--eval_every=3",
         "--num_draft_tokens=40",
-        "--num_steps=2",
+        "--ttt_steps=2",
         *RUN,
     )
     stopped = command(*arguments, "--max_minutes=0")
     assert (stopped.code, stopped.err) == (0, "")
-    assert "step 1 of 6: the same command goes on" in stopped.out
+    assert "step 1 of 6: the same command resumes the run" in stopped.out
     outcome = command(*arguments)
     assert (outcome.code, outcome.err) == (0, "")
     assert (
@@ -175,15 +175,21 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
         ),
         (["--data={text}", "--num_draft_tokens=9999"], ["num_draft_tokens must be in 1 to"]),
         (["--data={text}", "--max_seq_len=12"], ["--max_seq_len must be at least 14"]),
-        (["--data={text}", "--only_generate"], ["--only_generate is for --self_generate"]),
-        (["--data={text}", "--temperatures=1"], ["--temperatures is for --self_generate"]),
+        (
+            ["--data={text}", "--only_generate"],
+            ["--only_generate applies only with --self_generate"],
+        ),
+        (
+            ["--data={text}", "--temperatures=1"],
+            ["--temperatures applies only with --self_generate"],
+        ),
         (
             ["--data={text}", "--max_seq_len=99"],
-            ["--max_seq_len=99 is beyond the context of the target, 64"],
+            ["--max_seq_len=99 exceeds the context of the target, 64 tokens"],
         ),
         (
             ["--data={text}", "--patience=2"],
-            ["--patience=2: nothing is evaluated without --held_out"],
+            ["--patience=2 requires --held_out"],
         ),
         (
             ["--data={text}", "--held_out={text}", "--patience=2", "--eval_every=0"],
@@ -191,10 +197,10 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
         ),
         (
             ["--data={rows}", "--max_seq_len=24"],
-            ["--max_seq_len=24: rows of --data have another number of positions"],
+            ["--max_seq_len=24, but rows of --data have 32 positions"],
         ),
-        (["--data={prompts}"], ["prompts.jsonl, line 1: a prompt without a 'completion'"]),
-        (["--data={rows}/rows.json"], ["rows.json: texts are in files named .txt or .jsonl"]),
+        (["--data={prompts}"], ["prompts.jsonl, line 1: a prompt requires a 'completion'"]),
+        (["--data={rows}/rows.json"], ["rows.json: texts must be in files named .txt or .jsonl"]),
         (
             [
                 "--data={text}",
@@ -208,11 +214,14 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
         (["--data={text}", "--batch_size=999"], ["rows to train on, fewer than a batch of 999"]),
         (["--self_generate={sampled}"], ["sampled.jsonl, line 1: unknown key 'seed'"]),
         (["--data={text}", "--learning_rate=-1"], ["learning_rate must be positive"]),
-        (["--data={text}", "--draft_config=x"], ["--draft_config is for draft models"]),
+        (
+            ["--data={text}", "--draft_config=x"],
+            ["--draft_config applies only to --drafter=draft_model"],
+        ),
         (["--data={text}", "--drafter=draft_model"], ["either --draft or --draft_config"]),
         (
             ["--data={text}", "--drafter=draft_model", "--aux_layers=1"],
-            ["--aux_layers is for heads"],
+            ["--aux_layers applies only to --drafter=eagle"],
         ),
         (["--data={broken}"], ["broken.jsonl, line 2: not JSON"]),
         (["--data={empty}"], ["there is no text to train on in", "empty.txt"]),
@@ -225,7 +234,10 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
             ["--data={text}", "--data_parallel=4"],
             ["2 rows at a time", "cannot be split over data_parallel=4"],
         ),
-        (["--data={text}", "--accumulate=3"], ["accumulate=3 does not divide batch_size=2"]),
+        (
+            ["--data={text}", "--gradient_accumulation_steps=3"],
+            ["gradient_accumulation_steps=3 does not divide batch_size=2"],
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_computed(

@@ -10,7 +10,7 @@ import pytest
 
 from specjax import llama
 from specjax.drafters import base, eagle, first_of
-from specjax.train.objective import unrolled
+from specjax.train.eagle import unrolled
 from support.loop import CAPACITY, GENERATE, prepare, result, run
 from support.models import OracleParams, full_aux_hidden, oracle, tiny, tiny_head
 

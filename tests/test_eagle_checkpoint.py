@@ -15,12 +15,12 @@ import specjax
 from specjax.checkpoints_convert import eagle as heads
 from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
-from specjax.train import init_head
+from specjax.train import eagle as eagle_training
 from support.models import tiny
 
 TARGET = tiny(6, num_layers=3)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
-CONFIG = init_head.config(TARGET.config, (0, 1, 2), num_draft_tokens=9)
+CONFIG = eagle_training.make_config(TARGET.config, (0, 1, 2), num_draft_tokens=9)
 IDS_U = jnp.arange(9, dtype=jnp.int32) * 3
 
 
@@ -30,7 +30,7 @@ def load(path, target=MODEL):
 
 @pytest.fixture
 def folder(tmp_path):
-    params = init_head.initial_params(CONFIG, TARGET.params, jax.random.key(0))
+    params = eagle_training.initial_params(CONFIG, TARGET.params, jax.random.key(0))
     heads.save(tmp_path / "head", CONFIG, params, IDS_U, dtype=jnp.float32)
     return tmp_path / "head"
 
@@ -45,7 +45,7 @@ def test_what_was_saved_is_loaded(folder):
     head = load(folder)
     assert isinstance(head, specjax.EagleHead)
     assert (head.config, head.path, head.mesh) == (CONFIG, str(folder), None)
-    expected = init_head.initial_params(CONFIG, TARGET.params, jax.random.key(0))
+    expected = eagle_training.initial_params(CONFIG, TARGET.params, jax.random.key(0))
     for name in expected:
         jax.tree.map(np.testing.assert_array_equal, head.params[name], expected[name])
     np.testing.assert_array_equal(head.params["lm_head_UD"], TARGET.params["lm_head_VD"][IDS_U])

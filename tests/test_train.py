@@ -10,24 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
+import tokenizers
 
 from specjax import llama, parallel
 from specjax.engine import generate as generation
 from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
-from specjax.train import curves, data, evaluate, init_head
+from specjax.tokenizer import Tokenizer
+from specjax.train import curves, data, evaluate, identity, losses
+from specjax.train import eagle as eagle_training
 from specjax.train import loop as trainer
 from specjax.train.data import Dataset, Rows
+from specjax.train.distill import DistillObjective
+from specjax.train.eagle import EagleObjective, unrolled
 from specjax.train.loop import TrainConfig
-from specjax.train.objective import Objective, kl, tv, unrolled
-from specjax.train.self_generate import self_generate
+from specjax.train.losses import kl, tv
+from specjax.train.self_generate import GenerateConfig, self_generate
 from support.models import full_aux_hidden, full_logits, similar, tiny
 
 TARGET = tiny(6, num_layers=2)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
 S = 24
-HEAD = init_head.config(TARGET.config, (0, 1))
-OBJECTIVE = Objective(TARGET.config, HEAD, num_steps=2)
+HEAD = eagle_training.make_config(TARGET.config, (0, 1))
+OBJECTIVE = EagleObjective(TARGET.config, HEAD, ttt_steps=2)
 CFG = TrainConfig(
     steps=12,
     batch_size=4,
@@ -40,24 +46,24 @@ CFG = TrainConfig(
 
 
 def initial():
-    return init_head.initial_params(HEAD, TARGET.params, jax.random.key(3))
+    return eagle_training.initial_params(HEAD, TARGET.params, jax.random.key(3))
 
 
 @functools.cache
 def rows(seed=0, count=12) -> Dataset:
     """Random text without residual streams, of two domains."""
     rng = np.random.default_rng(seed)
-    tokens_RS = rng.integers(0, 32, (count, S)).astype(np.int32)
-    length_R = rng.integers(S - 6, S + 1, count).astype(np.int32)
-    tokens_RS = np.where(np.arange(S) < length_R[:, None], tokens_RS, 0)
-    temperature_R = np.resize(np.array([0, 1], np.float32), count)
+    tokens_BS = rng.integers(0, 32, (count, S)).astype(np.int32)
+    length_B = rng.integers(S - 6, S + 1, count).astype(np.int32)
+    tokens_BS = np.where(np.arange(S) < length_B[:, None], tokens_BS, 0)
+    temperature_B = np.resize(np.array([0, 1], np.float32), count)
     return Dataset(
         (
             Rows(
-                tokens_RS,
-                length_R,
+                tokens_BS,
+                length_B,
                 np.full(count, 4, np.int32),
-                temperature_R,
+                temperature_B,
                 ["a", "a", "b", "b"] * (count // 4),
                 {},
             ),
@@ -66,18 +72,9 @@ def rows(seed=0, count=12) -> Dataset:
 
 
 def run(folder, cfg=CFG, objective=OBJECTIVE, evaluation=None, params=None, **options):
-    return trainer.train(
-        objective,
-        cfg,
-        folder,
-        initial() if params is None else params,
-        TARGET.params,
-        None,
-        rows(),
-        evaluation,
-        {"target": "tiny"},
-        **options,
-    )
+    what = trainer.Run(objective, cfg, TARGET.params, None, rows(), evaluation)
+    params = initial() if params is None else params
+    return trainer.train(what, params, folder, {"target": "tiny"}, **options)
 
 
 # --- What is minimised ----------------------------------------------------------------------------
@@ -93,17 +90,17 @@ def test_distances_are_those_of_their_definitions():
 def test_the_loss_compares_the_distributions_after_each_token(is_head):
     """By hand from logits of whole passes; places that weigh nothing do not count."""
     draft = similar(6, num_layers=2)
-    objective = OBJECTIVE if is_head else Objective(TARGET.config, draft.config, num_steps=1)
+    objective = OBJECTIVE if is_head else DistillObjective(TARGET.config, draft.config)
     params = initial() if is_head else draft.params
     batch = rows().batch([0, 5], objective.aux_layers, prompt_weight=0.25)
     total, (distances, accepted) = objective.loss(
-        params, TARGET.params, None, batch, objective.num_steps
+        params, TARGET.params, None, batch, objective.ttt_steps
     )
     distribution = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS))
     if is_head:
         aux_layers = full_aux_hidden(TARGET, batch.tokens_BS, HEAD.aux_layers)
         hidden = objective.student(params, TARGET.params, None, batch, aux_layers, 2)
-        guesses = [jax.nn.softmax(h_BND @ w_UD.T) for h_BND, w_UD in hidden]
+        guesses = [jax.nn.softmax(h_BTD @ w_UD.T) for h_BTD, w_UD in hidden]
     else:
         guesses = [jax.nn.softmax(full_logits(draft, batch.tokens_BS))[:, :-1]]
     expected = []
@@ -128,9 +125,9 @@ def test_with_a_reduced_vocabulary_the_target_is_renormalised_to_it():
     batch = rows().batch([0], OBJECTIVE.aux_layers, 1.0)
     _, (distances, _) = OBJECTIVE.loss(initial(), TARGET.params, ids_U, batch, 1)
     aux_layers = full_aux_hidden(TARGET, batch.tokens_BS, HEAD.aux_layers)
-    ((h_BND, w_UD),) = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, aux_layers, 1)
+    ((h_BTD, w_UD),) = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, aux_layers, 1)
     p = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS)[:, 1:-1][..., ids_U])
-    q = jax.nn.softmax(h_BND @ w_UD.T)
+    q = jax.nn.softmax(h_BTD @ w_UD.T)
     weight = batch.weight_BS[:, 2:]
     np.testing.assert_allclose(
         distances[0], ((p * np.log(p / q)).sum(-1) * weight).sum() / weight.sum(), rtol=1e-4
@@ -203,11 +200,14 @@ def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, 
 
 
 def test_held_out_rows_without_places_or_with_a_domain_called_all_are_refused_unasked(monkeypatch):
-    monkeypatch.setattr(evaluate, "_ask", None)  # the target
+    monkeypatch.setattr(evaluate, "_teacher_outputs", None)  # the target
     evaluate.Evaluation(OBJECTIVE, TARGET.params, rows())
     (shard,) = rows().shards
     for change, message in (
-        (dict(temperature_R=np.full(12, 0.7, np.float32)), "no held-out row has a token to guess"),
+        (
+            dict(temperature_B=np.full(12, 0.7, np.float32)),
+            "no held-out row has a token to predict",
+        ),
         (dict(domains=["a", "all"] * 6), "a domain called 'all'"),
     ):
         with pytest.raises(SpecJAXError, match=message):
@@ -232,7 +232,7 @@ def test_gradients_add_up_over_parts_of_a_batch():
     first moment."""
     moments = []
     for accumulate in (1, 2, 4):
-        cfg = dataclasses.replace(CFG, accumulate=accumulate)
+        cfg = dataclasses.replace(CFG, gradient_accumulation_steps=accumulate)
         opt_state = trainer.optimizer(cfg).init(initial())
         batch = rows().batch([0, 3, 5, 6], OBJECTIVE.aux_layers, 0.4)
         parts = jax.tree.map(lambda x, n=accumulate: x.reshape(n, -1, *x.shape[1:]), batch)
@@ -249,7 +249,7 @@ def test_gradients_add_up_over_parts_of_a_batch():
 @pytest.mark.parametrize("is_head", [True, False])
 def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
     cfg = dataclasses.replace(CFG, steps=3, save_every=3)
-    objective = OBJECTIVE if is_head else Objective(TARGET.config, TARGET.config, num_steps=1)
+    objective = OBJECTIVE if is_head else DistillObjective(TARGET.config, TARGET.config)
     start = functools.partial(
         jax.tree.map, jnp.copy, initial() if is_head else similar(6, num_layers=2).params
     )
@@ -260,9 +260,8 @@ def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
         parallel.place(start(), mesh, "draft"),
         parallel.place(TARGET.params, mesh, "target"),
     )
-    several = trainer.train(
-        objective, cfg, tmp_path / "mesh", params, target_params, None, rows(), None, {}
-    )
+    what = trainer.Run(objective, cfg, target_params, None, rows())
+    several = trainer.train(what, params, tmp_path / "mesh", {})
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), one.params, several.params
     )
@@ -300,9 +299,9 @@ def test_the_target_is_read_and_nothing_else():
     """Of the compiled step: it returns nothing of the target's size, and keeps no second copy of
     it."""
     big = tiny(6, vocab_size=4096, num_layers=2)
-    config = init_head.config(big.config, (0, 1), num_draft_tokens=8)
-    objective = Objective(big.config, config, num_steps=2)
-    params = init_head.initial_params(config, big.params, jax.random.key(0))
+    config = eagle_training.make_config(big.config, (0, 1), num_draft_tokens=8)
+    objective = EagleObjective(big.config, config, ttt_steps=2)
+    params = eagle_training.initial_params(config, big.params, jax.random.key(0))
     opt_state = trainer.optimizer(CFG).init(params)
     batch = jax.tree.map(lambda x: x[None], rows().batch([0, 1], objective.aux_layers, 1.0))
     compiled = trainer.update.lower(
@@ -315,7 +314,15 @@ def test_the_target_is_read_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "field", ["steps", "batch_size", "accumulate", "learning_rate", "clip", "warmup"]
+    "field",
+    [
+        "steps",
+        "batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "max_grad_norm",
+        "warmup",
+    ],
 )
 def test_values_that_make_no_sense_are_refused(field):
     with pytest.raises(SpecJAXError, match=f"{field} must be"):
@@ -326,7 +333,7 @@ def test_values_that_make_no_sense_are_refused(field):
 
 
 def test_a_draft_that_is_the_target_is_always_right():
-    objective = Objective(TARGET.config, TARGET.config, num_steps=1)
+    objective = DistillObjective(TARGET.config, TARGET.config)
     scores = evaluate.Evaluation(objective, TARGET.params, rows())(TARGET.params, None)
     assert {score.temperature for score in scores} == {0, 1}
     assert {score.domain for score in scores} == {"a", "b", "all"}
@@ -355,19 +362,19 @@ def test_scores_are_counted_by_hand():
     """Rows of temperature 0 and 1, domains, and what lies behind the prompt."""
     draft = similar(6, num_layers=2)
     scores = evaluate.Evaluation(
-        Objective(TARGET.config, draft.config, num_steps=1), TARGET.params, rows(), batch_size=5
+        DistillObjective(TARGET.config, draft.config), TARGET.params, rows(), batch_size=5
     )(draft.params, None)
-    tokens_RS, length_R, domains = (
-        rows().fields(name) for name in ("tokens_RS", "length_R", "domains")
+    tokens_BS, length_B, domains = (
+        rows().fields(name) for name in ("tokens_BS", "length_B", "domains")
     )
-    p, q = (np.asarray(jax.nn.softmax(full_logits(model, tokens_RS))) for model in (TARGET, draft))
+    p, q = (np.asarray(jax.nn.softmax(full_logits(model, tokens_BS))) for model in (TARGET, draft))
     for temperature, right in ((0, p.argmax(-1) == q.argmax(-1)), (1, np.minimum(p, q).sum(-1))):
         for domain in ("a", "b"):
             values = np.concatenate(
                 [
-                    right[r, 3 : length_R[r] - 1]
+                    right[r, 3 : length_B[r] - 1]
                     for r in range(len(rows()))
-                    if domains[r] == domain and rows().fields("temperature_R")[r] == temperature
+                    if domains[r] == domain and rows().fields("temperature_B")[r] == temperature
                 ]
             )
             (score,) = (
@@ -375,46 +382,48 @@ def test_scores_are_counted_by_hand():
                 for s in scores
                 if (s.temperature, s.domain, s.text) == (temperature, domain, "all")
             )
-            assert score.places == len(values)
+            assert score.num_positions == len(values)
             np.testing.assert_allclose(score.by_position[0], values.mean(), rtol=1e-4)
 
 
 def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
-    """Its guesses and distributions beside the target's, place by place, over the whole vocabulary though it
-    guesses a part."""
-    config = init_head.config(TARGET.config, (0, 1), num_draft_tokens=14)
+    """Its drafts and distributions against the target's at every position, over the whole
+    vocabulary, although it drafts a part of it."""
+    config = eagle_training.make_config(TARGET.config, (0, 1), num_draft_tokens=14)
     params, ids_U = (
-        init_head.initial_params(config, TARGET.params, jax.random.key(3)),
+        eagle_training.initial_params(config, TARGET.params, jax.random.key(3)),
         np.arange(1, 29, 2),
     )
     scores = evaluate.Evaluation(
-        Objective(TARGET.config, config), TARGET.params, rows(count=4), num_positions=2
+        EagleObjective(TARGET.config, config), TARGET.params, rows(count=4), num_positions=2
     )(params, jnp.asarray(ids_U))
     found = {
         (score.temperature, score.domain): score.by_position
         for score in scores
         if score.text == "all"
     }
-    tokens_RS, said_RS = (rows(count=4).fields(name) for name in ("tokens_RS", "said_RS"))
-    p_RSV = np.asarray(jax.nn.softmax(full_logits(TARGET, tokens_RS)))
+    tokens_BS, loss_mask_BS = (rows(count=4).fields(name) for name in ("tokens_BS", "loss_mask_BS"))
+    p_BSV = np.asarray(jax.nn.softmax(full_logits(TARGET, tokens_BS)))
     hidden = unrolled(
         params,
         config,
         TARGET.config,
         TARGET.params,
-        full_aux_hidden(TARGET, tokens_RS, (0, 1)),
-        tokens_RS,
+        full_aux_hidden(TARGET, tokens_BS, (0, 1)),
+        tokens_BS,
         2,
     )
-    q_IRNU = np.asarray(
+    q_by_step = np.asarray(
         jax.nn.softmax(jnp.stack(hidden) @ llama.output_rows(TARGET.params, ids_U).T)
     )
     for row, (temperature, domain) in enumerate([(0, "a"), (1, "a"), (0, "b"), (1, "b")]):
         expected = [[], []]
-        for i, place in np.ndindex(q_IRNU.shape[0], q_IRNU.shape[2]):
-            if said_RS[row, place + 2 : place + 3 + i].all():  # this guess, and those before it
-                p_V, q_V = p_RSV[row, place + 1 + i], np.zeros(32)
-                q_V[ids_U] = q_IRNU[i, row, place]
+        for i, place in np.ndindex(q_by_step.shape[0], q_by_step.shape[2]):
+            if loss_mask_BS[
+                row, place + 2 : place + 3 + i
+            ].all():  # this guess, and those before it
+                p_V, q_V = p_BSV[row, place + 1 + i], np.zeros(32)
+                q_V[ids_U] = q_by_step[i, row, place]
                 right = (
                     p_V.argmax() == q_V.argmax() if temperature == 0 else np.minimum(p_V, q_V).sum()
                 )
@@ -440,43 +449,44 @@ def test_curves_are_drawn(tmp_path):
 
 
 def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path):
-    """The text is that of `generate` with the same seed, and what lies on disk is not made again."""
+    """The text is that of `generate` with the same seed, and shards on disk are not written again."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
-    arguments = dict(
+    config = GenerateConfig(
         max_seq_len=16,
         batch_size=3,
-        temperatures=[0.0, 1.0],
+        temperatures=(0.0, 1.0),
         seed=7,
         aux_layers=(0, 1),
         page_size=4,
     )
-    self_generate(MODEL, prompts, ["a", "b", "a", "b"], tmp_path, **arguments)
+    domains = ["a", "b", "a", "b"]
+    self_generate(MODEL, prompts, domains, tmp_path, config)
     shards = [data.read_shard(path) for path in sorted(tmp_path.glob("*.safetensors"))]
     assert sorted(map(len, shards)) == [1, 3]
     found = Dataset(tuple(shards))
-    tokens_RS, length_R, start_R = (
-        found.fields(name) for name in ("tokens_RS", "length_R", "start_R")
+    tokens_BS, length_B, start_B = (
+        found.fields(name) for name in ("tokens_BS", "length_B", "start_B")
     )
-    assert (length_R == 16).all() and sorted(found.fields("domains")) == ["a", "a", "b", "b"]
+    assert (length_B == 16).all() and sorted(found.fields("domains")) == ["a", "a", "b", "b"]
     batch = found.batch(range(4), (0, 1), 1.0)
     for row in range(4):
-        number = prompts.index(tokens_RS[row, : start_R[row]].tolist())
-        temperature = float(found.fields("temperature_R")[row])
+        number = prompts.index(tokens_BS[row, : start_B[row]].tolist())
+        temperature = float(found.fields("temperature_B")[row])
         (text,) = generation.generate(
             MODEL,
             "none",
             [prompts[number]],
-            max_new_tokens=16 - start_R[row],
+            max_new_tokens=16 - start_B[row],
             temperature=temperature,
             seed=7 + number,
         ).completions
-        assert list(text.tokens) == tokens_RS[row, start_R[row] :].tolist()
+        assert list(text.tokens) == tokens_BS[row, start_B[row] :].tolist()
         for layer, expected in zip(
-            batch.aux_layers, full_aux_hidden(TARGET, tokens_RS, (0, 1)), strict=True
+            batch.aux_hidden, full_aux_hidden(TARGET, tokens_BS, (0, 1)), strict=True
         ):
             np.testing.assert_allclose(layer[row, :-1], expected[row, :-1], rtol=2e-3, atol=2e-3)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    self_generate(MODEL, prompts, ["a", "b", "a", "b"], tmp_path, **arguments)
+    self_generate(MODEL, prompts, domains, tmp_path, config)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
@@ -488,18 +498,15 @@ def test_on_a_mesh_the_target_continues_alike(tmp_path):
     )
     found = []
     for name, model in (("one", MODEL), ("mesh", several)):
-        paths = self_generate(
-            model,
-            prompts,
-            [""] * 5,
-            tmp_path / name,
+        config = GenerateConfig(
             max_seq_len=16,
             batch_size=4,
-            temperatures=[0.0, 1.0],
+            temperatures=(0.0, 1.0),
             seed=7,
             aux_layers=(0, 1),
             page_size=4,
         )
+        paths = self_generate(model, prompts, [""] * 5, tmp_path / name, config)
         found.append(Dataset(tuple(map(data.read_shard, paths))).batch(range(5), (0, 1), 1.0))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         # Residual streams of the last token there may be or not: nothing is guessed after it.
@@ -508,27 +515,24 @@ def test_on_a_mesh_the_target_continues_alike(tmp_path):
 
 
 def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
-    self_generate(
-        MODEL,
-        [[1, 2, 3], [4, 5]],
-        ["", ""],
-        tmp_path,
+    config = GenerateConfig(
         max_seq_len=S,
         batch_size=2,
-        temperatures=[1.0],
+        temperatures=(1.0,),
         seed=0,
         aux_layers=(0, 1),
         page_size=8,
     )
+    self_generate(MODEL, [[1, 2, 3], [4, 5]], ["", ""], tmp_path, config)
     (shard,) = (data.read_shard(path) for path in tmp_path.glob("*.safetensors"))
-    kept, asked = Dataset((shard,)), Dataset((dataclasses.replace(shard, aux_layers={}),))
-    losses = [
+    kept, asked = Dataset((shard,)), Dataset((dataclasses.replace(shard, aux_hidden={}),))
+    values = [
         OBJECTIVE.loss(
             initial(), TARGET.params, None, each.batch([0, 1], OBJECTIVE.aux_layers, 1.0), 2
         )[0]
         for each in (kept, asked)
     ]
-    np.testing.assert_allclose(*losses, rtol=1e-2)
+    np.testing.assert_allclose(*values, rtol=1e-2)
 
 
 def test_weights_decay_but_norms_do_not():
@@ -550,7 +554,7 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
 
 @pytest.mark.parametrize("is_head", [True, False])
 def test_in_bfloat16_the_loss_is_about_that_in_float32(is_head):
-    objective = OBJECTIVE if is_head else Objective(TARGET.config, TARGET.config, num_steps=1)
+    objective = OBJECTIVE if is_head else DistillObjective(TARGET.config, TARGET.config)
     params = initial() if is_head else similar(6, num_layers=2).params
     batch = rows().batch(range(4), objective.aux_layers, 1.0)
     losses = {}
@@ -560,7 +564,7 @@ def test_in_bfloat16_the_loss_is_about_that_in_float32(is_head):
             target_params=jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), TARGET.params),
             draft_ids_U=None,
             batch=batch,
-            num_steps=objective.num_steps,
+            num_steps=objective.ttt_steps,
         )
         (losses[dtype], _), gradient = jax.value_and_grad(loss, has_aux=True)(params)
         assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}
@@ -572,45 +576,125 @@ def test_the_order_of_rows_is_a_function_of_the_step():
     assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(12)) and seen[:12] != seen[12:]
 
 
-class Words:
-    """A tokenizer of numbers."""
+def words(chat_template=None) -> Tokenizer:
+    """A tokenizer of numbers and a few other words; text has a BOS token, 31, before it."""
+    vocabulary = {str(i): i for i in range(28)} | {"<think>": 28, "user": 29, "assistant": 30}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary | {"<s>": 31}, "27"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 31)]
+    )
+    return Tokenizer(backend, {"bos_token": "<s>"}, chat_template)
 
-    def encode(self, text, add_special_tokens=True):
-        return [int(word) % 32 for word in text.split()]
 
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        return self.encode(" ".join(message["content"] for message in messages))
+CHAT = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+REASONING_CHAT = CHAT.replace("assistant {%", "assistant <think> {%")
+
+
+def chat(*contents):
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+def read_line(tmp_path, line, tokenizer):
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    return data.read_texts([tmp_path / "a.jsonl"], tokenizer, 16)
 
 
 def test_texts_become_rows(tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(map(str, range(11))))
     lines = [
         {"text": "1 2 3"},
-        {"prompt": "1 2", "completion": "3 4 5", "domain": "code"},
+        {"prompt": "1 2", "completion": " 3 4 5", "domain": "code"},
         "7 8 9",
-        {"messages": [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]},
+        {"messages": chat("1 2", "3")},
     ]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    got = data.read_texts([tmp_path / "a.txt", tmp_path / "b.jsonl"], Words(), max_seq_len=4)
-    assert got.tokens_RS.tolist() == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9, 10, 0],
-        [1, 2, 3, 0],
-        [1, 2, 3, 4],
-        [7, 8, 9, 0],
-        [1, 2, 3, 0],
+    paths = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    got = data.read_texts(paths, words(CHAT), max_seq_len=5)
+    expected = [  # tokens, and how many of them are the prompt's
+        ([31, 0, 1, 2, 3], 1),
+        ([4, 5, 6, 7, 8], 1),
+        ([31, 1, 2, 3], 1),
+        ([31, 1, 2, 3, 4], 3),
+        ([31, 7, 8, 9], 1),
+        ([29, 1, 2, 30, 3], 4),
     ]
-    assert got.length_R.tolist() == [4, 4, 3, 3, 4, 3, 3] and got.start_R.tolist() == [
-        1,
-        1,
-        1,
-        1,
-        2,
-        1,
-        2,
-    ]
-    assert got.domains[4] == "code" and np.isnan(got.temperature_R).all()
+    assert len(got) == len(expected)
+    for i, (ids, start) in enumerate(expected):
+        assert got.tokens_BS[i].tolist() == ids + [0] * (5 - len(ids))
+        assert (got.length_B[i], got.start_B[i]) == (len(ids), start)
+    assert got.domains[3] == "code" and np.isnan(got.temperature_B).all()
+
+
+@pytest.mark.parametrize("answer", ["3 4", "<think> 3 4", "0 4", "1", "<b> 4", " 3"])
+def test_an_answer_starts_behind_its_header_whatever_the_generation_prompt_adds(tmp_path, answer):
+    """A generation prompt may end with an opening tag that the complete chat does not have."""
+    got = read_line(tmp_path, {"messages": chat("1", "2", "3", answer)}, words(REASONING_CHAT))
+    ids = words().encode(f"user 1 assistant 2 user 3 assistant {answer}", add_special_tokens=False)
+    assert got.tokens_BS[0, : len(ids)].tolist() == ids and got.length_B[0] == len(ids)
+    opened = answer.startswith("<think> ")  # then the prompt is the beginning of the chat
+    assert got.start_B[0] == 8 + opened
+    assert got.loss_mask_BS[0].sum() == len(ids) - 8 - opened
+
+
+def test_an_answer_that_the_template_leaves_out_is_rejected(tmp_path):
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} {% endif %}"
+    template += "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    with pytest.raises(SpecJAXError, match=r"a\.jsonl, line 1: .* does not render the assistant's"):
+        read_line(tmp_path, {"messages": chat("1 2 3", "4")}, words(template))
+
+
+def sentencepiece() -> Tokenizer:
+    """A tokenizer that puts a space before every text, as those of Llama 2 do."""
+    vocabulary = {"<unk>": 0, "\u2581": 1, "1": 2, "+": 3, "=": 4, "2": 5, "\u25811": 6, "==": 7}
+    merges = [("\u2581", "1"), ("=", "=")]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>"))
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [
+            tokenizers.normalizers.Prepend("\u2581"),
+            tokenizers.normalizers.Replace(" ", "\u2581"),
+        ]
+    )
+    return Tokenizer(backend, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "ids", "start"),
+    [
+        ("1+1=", "2", [6, 3, 2, 4, 5], 4),  # "1+1=2", not "1+1= 2"
+        ("1+1=", " 2", [6, 3, 2, 4, 1, 5], 4),
+        ("1+1=", "=2", [6, 3, 2, 7, 5], 3),  # a token of both counts as the completion's
+    ],
+)
+def test_a_completion_is_encoded_with_its_prompt(tmp_path, prompt, completion, ids, start):
+    line = {"prompt": prompt, "completion": completion}
+    got = read_line(tmp_path, line, sentencepiece())
+    assert got.tokens_BS[0, : got.length_B[0]].tolist() == ids
+    assert got.start_B[0] == start
+
+
+def test_contents_of_messages_may_be_lists_of_text_parts(tmp_path):
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    got = read_line(tmp_path, {"messages": chat(parts, parts)}, words(CHAT))
+    assert got.tokens_BS[0, :6].tolist() == [29, 1, 2, 30, 1, 2]
+    assert (got.length_B[0], got.start_B[0]) == (6, 4)
+
+
+def test_paths_of_data_may_begin_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("1 2 3")
+    assert data.read_texts(["~/a.txt"], words(), 8).length_B.tolist() == [4]
+    (shard,) = rows().shards
+    (tmp_path / "rows").mkdir()
+    data.write_shard(tmp_path / "rows" / "rows-0.safetensors", shard)
+    about = {"target": TARGET.config.to_dict()}
+    (tmp_path / "rows" / data.ABOUT).write_text(json.dumps(about))
+    (found,) = data.read_folder("~/rows", TARGET.config)
+    np.testing.assert_array_equal(found.tokens_BS, shard.tokens_BS)
 
 
 @pytest.mark.parametrize(
@@ -618,41 +702,103 @@ def test_texts_become_rows(tmp_path):
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: must be a string, or an object"),
-        ('{"text": 3}', "line 2: texts"),
+        ('{"text": 3}', "line 2: 'text' must be a string, got 3"),
+        ('{"prompt": 3, "completion": "4"}', "line 2: 'prompt' must be a string, got 3"),
+        ('{"prompt": "3", "completion": 4}', "line 2: 'completion' must be a string, got 4"),
         ('{"text": "a", "prompt": "b"}', "line 2: must be"),
         ('{"messages": [3]}', "line 2"),
-        ('{"text": "1 2 3", "domain": 4}', "line 2: texts and the domain"),
-        ('{"prompt": "1 2"}', "line 2: a prompt without a 'completion'"),
+        ('{"text": "1 2 3", "domain": 4}', "line 2: 'domain' must be a string, got 4"),
+        ('{"prompt": "1 2"}', "line 2: a prompt requires a 'completion'"),
         ('{"messages": []}', "line 2: the last of 'messages'"),
         (
             '{"messages": [{"role": "user", "content": "1"}]}',
             "line 2: the last of 'messages' must be the assistant's",
+        ),
+        (json.dumps({"messages": chat(None, "3")}), "line 2: message 1: 'content' must be"),
+        (json.dumps({"messages": chat("3", None)}), "line 2: message 2: 'content' must be"),
+        (
+            json.dumps({"messages": chat([{"type": "image", "url": "x"}], "3")}),
+            "line 2: message 1: parts of type 'image' are not supported",
         ),
     ],
 )
 def test_lines_that_are_no_texts_are_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('"1 2 3"\n' + line)
     with pytest.raises(SpecJAXError, match=f"a.jsonl, {message}"):
-        data.read_texts([tmp_path / "a.jsonl"], Words(), 4)
+        data.read_texts([tmp_path / "a.jsonl"], words(CHAT), 4)
 
 
 def test_a_checksum_is_of_what_the_rows_say():
     (shard,) = rows().shards
     others = [rows(1), Dataset(()), Dataset((dataclasses.replace(shard, domains=["c"] * 12),))]
-    for name in ("tokens_RS", "length_R", "start_R", "temperature_R"):
+    for name in data.TENSORS:
         changed = getattr(shard, name).copy()
         changed.flat[5] += 1
         others.append(Dataset((dataclasses.replace(shard, **{name: changed}),)))
-    same = Dataset((dataclasses.replace(shard, aux_layers={0: np.ones((12, S, 2), np.float16)}),))
+    same = Dataset((dataclasses.replace(shard, aux_hidden={0: np.ones((12, S, 2), np.float16)}),))
     assert same.checksum == rows().checksum and len({x.checksum for x in (same, *others)}) == 8
 
 
 def test_nothing_to_train_on_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(SpecJAXError, match="there is no text to train on in"):
-        data.read_texts([tmp_path / "a.txt"], Words(), 4)
+        data.read_texts([tmp_path / "a.txt"], words(CHAT), 4)
     with pytest.raises(SpecJAXError, match=r"rows-0\.safetensors"):
         (tmp_path / "rows-0.safetensors").write_bytes(b"1234")
         data.read_shard(tmp_path / "rows-0.safetensors")
     with pytest.raises(SpecJAXError, match="fewer than a batch of 100"):
         run(tmp_path / "run", dataclasses.replace(CFG, batch_size=100))
+
+
+# --- Older versions -------------------------------------------------------------------------------
+
+
+def test_shards_of_older_versions_are_read(tmp_path):
+    """Tensors had the name taps_<layer>_RSD for the residual streams."""
+    (shard,) = rows().shards
+    hidden_BSD = np.ones((12, S, 2), np.float16)
+    data.write_shard(
+        tmp_path / "new.safetensors", dataclasses.replace(shard, aux_hidden={1: hidden_BSD})
+    )
+    arrays = safetensors.numpy.load_file(tmp_path / "new.safetensors")
+    arrays["taps_1_RSD"] = arrays.pop("hidden_1_RSD")
+    assert {"tokens_RS", "length_R", "start_R", "temperature_R"} < arrays.keys()
+    metadata = {"domains": json.dumps(list(shard.domains))}
+    safetensors.numpy.save_file(arrays, tmp_path / "old.safetensors", metadata=metadata)
+    old = data.read_shard(tmp_path / "old.safetensors")
+    batch = Dataset((old,)).batch([0, 3], (1,), 1.0)
+    np.testing.assert_array_equal(batch.aux_hidden[0], hidden_BSD[:2])
+    np.testing.assert_array_equal(batch.tokens_BS, shard.tokens_BS[[0, 3]])
+
+
+def test_runs_of_older_versions_resume(tmp_path):
+    """Their files have the earlier names of fields; other values still do not match."""
+    recorded = {"num_steps": 2, "accumulate": 1, "clip": 1.0, "shape": {"taps": [0, 1], "x": 3}}
+    (tmp_path / "run.json").write_text(json.dumps(recorded))
+    values = {
+        "ttt_steps": 2,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 1.0,
+        "shape": {"aux_layers": (0, 1), "x": 3},
+    }
+    identity.check(tmp_path, "run.json", values)
+    identity.claim(tmp_path, "run.json", values)
+    for name, other in (("ttt_steps", 3), ("shape", {"aux_layers": (0,), "x": 3})):
+        with pytest.raises(SpecJAXError, match="was created with"):
+            identity.check(tmp_path, "run.json", values | {name: other})
+
+
+def test_scores_of_older_versions_are_read():
+    new = evaluate.Score(0, "a", "all", (0.5, 0.25), 9)
+    fields = dataclasses.asdict(new)
+    assert evaluate.read_scores([json.loads(json.dumps(fields))]) == [new]
+    fields["places"] = fields.pop("num_positions")
+    assert evaluate.read_scores([fields]) == [new]
+
+
+def test_every_trainable_drafter_has_an_objective():
+    assert losses.trainable_drafters() == ["draft_model", "eagle"]
+    assert losses.objective_class("eagle") is EagleObjective
+    assert losses.objective_class("draft_model") is DistillObjective
+    with pytest.raises(SpecJAXError, match="'ngram' cannot be trained; choose from draft_model"):
+        losses.objective_class("ngram")

@@ -1,4 +1,4 @@
-"""specjax train: a drafter of your own for a target: an EAGLE head, or a small draft model."""
+"""specjax train: trains a drafter for a target, such as an EAGLE head or a small draft model."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import dataclasses
 import os
 import pathlib
 import shutil
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from rich import progress as progress_lib
 from rich.console import Console
 from rich.table import Table
 
-from specjax import dtypes, files, llama, parallel
+from specjax import dtypes, files
 from specjax.bench import plan
-from specjax.checkpoints_convert import eagle as heads
-from specjax.checkpoints_convert import table
+from specjax.checkpoints_convert.table import CheckpointReader
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, processes
-from specjax.engine import batch
-from specjax.engine import load as checkpoint
+from specjax.engine import batch, load
+from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
 from specjax.report import provenance, tables
-from specjax.train import curves, data, evaluate, init_head, self_generate
-from specjax.train import loop as trainer
+from specjax.train import curves, data, evaluate, identity, loop, losses, self_generate
+from specjax.train.data import Dataset, Rows
 from specjax.train.evaluate import Score
 from specjax.train.loop import TrainConfig
-from specjax.train.objective import DISTANCES, Objective
+from specjax.train.losses import Objective, Start
+from specjax.train.self_generate import GenerateConfig
 
 FLAGS = flags.FLAGS
-LOG_EVERY = 50  # steps, where there is no progress bar
+LOG_EVERY = 50  # steps between lines where there is no progress bar
+RATE_STEPS = 20  # steps that the shown loss and speed are averaged over
+# Flags whose values must match for a run to resume, besides those of `TrainConfig`.
 RUN_FLAGS = (
     "target",
     "drafter",
@@ -41,289 +42,291 @@ RUN_FLAGS = (
     "held_out",
     "self_generate",
     "loss",
-    "num_steps",
+    "ttt_steps",
     "dtype",
 )
 GENERATE_FLAGS = ("only_generate", "temperatures", "generate_batch_size", "stop_at_eos")
-DEFAULTS = {
-    field.name: field.default for field in dataclasses.fields(TrainConfig)
-}  # but "steps", which has none
+CONFIG_HELP = {
+    "batch_size": "Rows per update.",
+    "gradient_accumulation_steps": "Number of parts in which a batch is read, one by one.",
+    "learning_rate": "Highest learning rate, after the warm-up.",
+    "warmup": "Steps in which the learning rate rises.",
+    "weight_decay": "Weight decay of AdamW.",
+    "max_grad_norm": "Larger gradients are scaled down to this norm.",
+    "unroll_from": "Fraction of the steps after which --ttt_steps are used; before, one step is.",
+    "prompt_weight": "Weight of the tokens of prompts; those after prompts have 1.",
+    "eval_every": "Steps between evaluations; 0 evaluates at the end only.",
+    "save_every": "Steps between checkpoints.",
+    "patience": "Evaluations without a better one after which training ends early; 0 for never.",
+    "seed": "Seed of the order of the rows, of new parameters and of --self_generate.",
+}
 
 
 def define_flags() -> None:
     """Defines the flags of `specjax train`."""
-    flags.DEFINE_string(
-        "target",
-        None,
-        "The model to draft for: a checkpoint or a Hugging Face folder.",
-        required=True,
-    )
-    flags.DEFINE_enum("drafter", "eagle", ["eagle", "draft_model"], "What to train.")
-    flags.DEFINE_string(
+    common_flags.define_target()
+    drafters = losses.trainable_drafters()
+    flags.DEFINE_enum("drafter", losses.DEFAULT_DRAFTER, drafters, "What to train.")
+    common_flags.define_path(
         "output",
         None,
-        "Folder of the run. One that was interrupted goes on, with the same flags.",
+        "Folder of the run. The same command resumes a run that was interrupted.",
         required=True,
     )
-    flags.DEFINE_list(
-        "data", [], "Texts (.txt, .jsonl), or folders of rows that a run has generated itself."
+    _define_data_flags()
+    _define_draft_flags()
+    flags.DEFINE_enum(
+        "loss",
+        "kl",
+        list(losses.DISTANCES),
+        "Distance from the target's distribution: Kullback-Leibler divergence or total variation.",
     )
-    flags.DEFINE_list("held_out", [], "The same, for evaluation only.")
-    flags.DEFINE_string(
-        "self_generate",
-        None,
-        "JSONL file of prompts, perhaps with a 'domain' each: train on the "
-        "target's own continuations, which are kept in OUTPUT/rows.",
+    flags.DEFINE_integer("steps", None, "Number of updates of the parameters.", required=True)
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in CONFIG_HELP:
+            is_integer = isinstance(field.default, int)
+            define = flags.DEFINE_integer if is_integer else flags.DEFINE_float
+            define(field.name, field.default, CONFIG_HELP[field.name])
+    flags.DEFINE_float(
+        "max_minutes", None, "End after this time; the same command resumes the run."
     )
-    flags.DEFINE_integer("max_seq_len", 256, "Tokens of a row: prompt and continuation.")
-    flags.DEFINE_integer("generate_batch_size", 64, "Prompts to continue at a time.", lower_bound=1)
-    flags.DEFINE_list(
-        "temperatures",
-        ["0", "0", "0.7", "1", "1"],
-        "Of the continuations, each as often as it is named.",
-    )
-    flags.DEFINE_bool(
-        "stop_at_eos",
-        False,
-        "End a continuation at an end of sequence. Otherwise the target goes on, "
-        "as chat models do with another question, and no row is idle.",
-    )
-    flags.DEFINE_bool("only_generate", False, "Stop when the rows of --self_generate are there.")
-    flags.DEFINE_string(
-        "draft",
-        None,
-        "Begin with this head or draft model. By default a head begins with the "
-        "target's last layer.",
-    )
-    flags.DEFINE_string(
-        "draft_config", None, "For a draft model without --draft: a folder with its config.json."
-    )
-    flags.DEFINE_list(
-        "aux_layers",
-        [],
-        "Target layers that a head reads: three for EAGLE-3 (the default), the last for EAGLE-1.",
-    )
-    flags.DEFINE_integer(
-        "num_draft_tokens",
-        None,
-        "How many tokens a head can guess: those that the rows have most often; by default all.",
-        lower_bound=1,
-    )
-    flags.DEFINE_enum("loss", "kl", list(DISTANCES), "Divergence, or total variation.")
-    flags.DEFINE_integer(
-        "num_steps",
-        3,
-        "How many tokens in a row a head guesses, from the second on with its own features.",
-        lower_bound=1,
-    )
-    flags.DEFINE_integer("steps", None, "Updates of the parameters.", required=True)
-    for name in (
-        "batch_size",
-        "accumulate",
-        "warmup",
-        "eval_every",
-        "save_every",
-        "patience",
-        "seed",
-    ):
-        flags.DEFINE_integer(name, DEFAULTS[name], "See specjax.train.trainer.TrainConfig.")
-    for name in ("learning_rate", "weight_decay", "clip", "unroll_from", "prompt_weight"):
-        flags.DEFINE_float(name, DEFAULTS[name], "See specjax.train.trainer.TrainConfig.")
-    flags.DEFINE_float("max_minutes", None, "End after this time; the same command goes on.")
     flags.DEFINE_enum(
         "dtype",
         None,
         list(dtypes.DTYPES),
-        "dtype to compute in; by default float32 on CPU, else that of "
-        "the target. What is trained is float32.",
+        "dtype to compute in; by default float32 on a CPU, else that of the target. Trained "
+        "parameters are float32.",
     )
     common_flags.define_mesh_flags()
 
 
-def main(argv: list[str]) -> None:
-    """Runs the training that the flags ask for."""
-    del argv
-    cfg = TrainConfig(**{name: getattr(FLAGS, name) for name in DEFAULTS})
-    output = pathlib.Path(FLAGS.output)
-    _check_flags()
-    opened = checkpoint.open_source(FLAGS.target)
-    prompts = jsonl.read_prompts(FLAGS.self_generate) if FLAGS.self_generate else []
-    if opened.tokenizer is None and any(
-        not pathlib.Path(path).is_dir() for path in [*FLAGS.data, *FLAGS.held_out]
-    ):
-        raise SpecJAXError(f"{FLAGS.target} has no tokenizer, which texts need")
-    if FLAGS.max_seq_len > opened.config.max_position_embeddings:
-        raise SpecJAXError(
-            f"--max_seq_len={FLAGS.max_seq_len} is beyond the context of the target, "
-            f"{opened.config.max_position_embeddings}"
-        )
-    mesh = processes.make_mesh(*common_flags.mesh_degrees())
-    shape = _shape(opened.config)
-    is_head = FLAGS.drafter == "eagle"
-    parallel.check_shardable(
-        shape.layer if is_head else shape,
-        parallel.degree(mesh, "draft"),
-        "head" if is_head else "draft",
+def _define_data_flags() -> None:
+    common_flags.define_paths(
+        "data",
+        "Texts (.txt, .jsonl) to train on, or folders of rows that --self_generate has written.",
     )
-    rows, held_out = (_open(paths, opened) for paths in (FLAGS.data, FLAGS.held_out))
-    if (prompts or FLAGS["max_seq_len"].present) and any(
-        x.tokens_RS.shape[1] != FLAGS.max_seq_len for x in rows.shards
-    ):
-        raise SpecJAXError(
-            f"--max_seq_len={FLAGS.max_seq_len}: rows of --data have another number of positions"
-        )
-    cfg.check(len(rows) + len(prompts), mesh)
-    identity = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
-    identity |= {"shape": dataclasses.asdict(shape), "held_out_contents": held_out.checksum}
-    files.check_run_identity(
-        output / "run", trainer.RUN, identity | dataclasses.asdict(cfg)
-    )  # as training will, and more
+    common_flags.define_paths("held_out", "Texts or folders of rows, for evaluation only.")
+    common_flags.define_path(
+        "self_generate",
+        None,
+        "JSONL file of prompts, optionally with a 'domain': train on the target's continuations, "
+        "which are kept in OUTPUT/rows.",
+    )
+    flags.DEFINE_integer("max_seq_len", 256, "Tokens of a row, prompt and continuation.")
+    flags.DEFINE_integer("generate_batch_size", 64, "Prompts to continue at a time.", lower_bound=1)
+    flags.DEFINE_list(
+        "temperatures",
+        ["0", "0", "0.7", "1", "1"],
+        "Temperatures of the continuations, each as often as it is listed.",
+    )
+    flags.DEFINE_bool(
+        "stop_at_eos",
+        False,
+        "End a continuation at an end-of-sequence token. By default it goes on to --max_seq_len; "
+        "chat models then write another turn.",
+    )
+    flags.DEFINE_bool("only_generate", False, "End after --self_generate, without training.")
+
+
+def _define_draft_flags() -> None:
+    common_flags.define_path(
+        "draft",
+        None,
+        "EAGLE head or draft model to train further. By default a new EAGLE head starts as a copy "
+        "of the target's last layer.",
+    )
+    common_flags.define_path(
+        "draft_config", None, "Folder with the config.json of a new draft model."
+    )
+    flags.DEFINE_list(
+        "aux_layers",
+        [],
+        "Target layers that a new EAGLE head reads: three for EAGLE-3 (the default), the last for "
+        "EAGLE-1.",
+    )
+    flags.DEFINE_integer(
+        "num_draft_tokens",
+        None,
+        "Number of tokens that a new EAGLE head can draft, the most frequent of the rows; by "
+        "default all.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer(
+        "ttt_steps",
+        3,
+        "Consecutive tokens that an EAGLE head predicts, from the second on with its own features.",
+        lower_bound=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    Attributes:
+      rows: to train on.
+      held_out: for evaluation.
+      prompts: to continue, see `jsonl.read_prompts`.
+    """
+
+    rows: Dataset
+    held_out: Dataset
+    prompts: list[dict]
+
+
+def main(argv: list[str]) -> None:
+    """Trains with the values of the flags."""
+    del argv
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    config = TrainConfig(**{name: getattr(FLAGS, name) for name in names})
+    _check_flags()
+    reader = load.open_source(FLAGS.target)
+    start = _start()
+    objective = _objective(reader, start)
+    loaded = _read_data(reader)
+    num_rows = len(loaded.rows) + len(loaded.prompts)
+    config.check_batches(num_rows, objective.mesh)
+    values = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
+    values["shape"] = dataclasses.asdict(objective.draft_config)
+    values["held_out_contents"] = loaded.held_out.checksum
+    output = pathlib.Path(FLAGS.output)
+    # As training will, with more values.
+    identity.check(output / "run", loop.RUN, values | dataclasses.asdict(config))
     if not (output / "run").exists():
         files.check_not_exists(output / "drafter")
     files.make_folder(output)
 
-    target = checkpoint.load(FLAGS.target, dtype=FLAGS.dtype, mesh=mesh)
-    objective = Objective(
-        target.config,
-        shape,
-        FLAGS.loss,
-        _num_steps(),
-        dtype=target.dtype,
-        mesh=mesh,
-    )
-    evaluation = evaluate.Evaluation(objective, target.params, held_out) if FLAGS.held_out else None
-    if prompts:
-        prompts = _fitting(target, prompts)
+    target = load.load(FLAGS.target, dtype=FLAGS.dtype, mesh=objective.mesh)
+    objective = dataclasses.replace(objective, dtype=target.dtype)
+    evaluation = None
+    if FLAGS.held_out:
+        evaluation = evaluate.Evaluation(objective, target.params, loaded.held_out)
+    rows = loaded.rows
+    if loaded.prompts:
+        prompts = _fitting(target, loaded.prompts)
         if not FLAGS.only_generate:
-            cfg.check(len(rows) + len(prompts), mesh)
-        rows = data.Dataset(
-            (*rows.shards, *_continue(target, prompts, output / "rows", objective.aux_layers))
-        )
+            config.check_batches(len(rows) + len(prompts), objective.mesh)
+        shards = _continue(target, prompts, output / "rows", objective.aux_layers)
+        rows = Dataset((*rows.shards, *shards))
         if FLAGS.only_generate:
             return
-    params, draft_ids_U = _initial(objective, target, rows)
-    console = Console()
-    bar = progress_lib.Progress(
-        *progress_lib.Progress.get_default_columns(),
-        "{task.fields[figures]}",
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("training", total=cfg.steps, figures="")
-        result = trainer.train(
-            objective,
-            cfg,
-            output / "run",
-            params,
-            target.params,
-            draft_ids_U,
-            rows,
-            evaluation,
-            identity | {"rows": len(rows), "tokens": rows.num_tokens, "contents": rows.checksum},
-            on_record=_Reporter(bar, task),
-            max_seconds=None if FLAGS.max_minutes is None else 60 * FLAGS.max_minutes,
-        )
+    values |= {"rows": len(rows), "tokens": rows.num_tokens, "contents": rows.checksum}
+    params, draft_ids_U = objective.initial(target, rows, start, FLAGS.seed)
+    run = loop.Run(objective, config, target.params, draft_ids_U, rows, evaluation)
+    result = _train(run, params, output / "run", values)
     if result.out_of_time:
-        print(f"step {result.history[-1]['step']} of {cfg.steps}: the same command goes on")
-    _write(output, objective, target, result, draft_ids_U)
+        step = result.history[-1]["step"]
+        print(f"step {step} of {config.steps}: the same command resumes the run")
+    _write(output, run, target, result)
     if result.scores:
-        console.print(score_table(result.scores))
+        Console().print(score_table(result.scores))
 
 
 def _check_flags() -> None:
-    """Raises SpecJAXError for flags that do not go together, or that nothing would come of."""
+    """Raises SpecJAXError for flags that contradict each other or have no effect."""
     if not FLAGS.self_generate and not FLAGS.data:
         raise SpecJAXError("there is nothing to train on: give --data or --self_generate")
+    for name in GENERATE_FLAGS:
+        if FLAGS[name].present and not FLAGS.self_generate:
+            raise SpecJAXError(f"--{name} applies only with --self_generate")
     if FLAGS.patience and not FLAGS.held_out:
-        raise SpecJAXError(f"--patience={FLAGS.patience}: nothing is evaluated without --held_out")
-    if given := [
-        name for name in GENERATE_FLAGS if FLAGS[name].present and not FLAGS.self_generate
-    ]:
-        raise SpecJAXError(f"--{given[0]} is for --self_generate")
+        raise SpecJAXError(f"--patience={FLAGS.patience} requires --held_out")
     if FLAGS["eval_every"].present and not FLAGS.held_out:
-        raise SpecJAXError("--eval_every: nothing is evaluated without --held_out")
+        raise SpecJAXError("--eval_every requires --held_out")
     if FLAGS.patience and not FLAGS.eval_every:
         raise SpecJAXError(
-            f"--patience={FLAGS.patience}: with --eval_every=0 nothing is evaluated before the end"
+            f"--patience={FLAGS.patience} requires evaluations before the end, got --eval_every=0"
         )
     common_flags.numbers("temperatures", FLAGS.temperatures)
-    if (least := data.SKIPPED + 3 + _num_steps()) > FLAGS.max_seq_len:
-        raise SpecJAXError(
-            f"--max_seq_len must be at least {least}, got {FLAGS.max_seq_len}: nothing would be guessed"
-        )
-    if FLAGS.drafter == "draft_model":
-        given = [
-            name
-            for name in ("aux_layers", "num_draft_tokens", "num_steps", "unroll_from")
-            if FLAGS[name].present
-        ]
-        if given:
-            raise SpecJAXError(f"--{given[0]} is for heads")
+    for drafter in losses.trainable_drafters():
+        for name in losses.objective_class(drafter).OPTIONS:
+            own = losses.objective_class(FLAGS.drafter).OPTIONS
+            if FLAGS[name].present and name not in own:
+                raise SpecJAXError(f"--{name} applies only to --drafter={drafter}")
 
 
-def _num_steps() -> int:
-    """A draft model is fed nothing of its own."""
-    return FLAGS.num_steps if FLAGS.drafter == "eagle" else 1
-
-
-def _shape(target):
-    """Configuration of what is to be trained."""
-    if FLAGS.drafter == "draft_model":
-        if (FLAGS.draft is None) == (FLAGS.draft_config is None):
-            raise SpecJAXError("a draft model begins with either --draft or --draft_config")
-        cfg = (
-            checkpoint.open_source(FLAGS.draft).config
-            if FLAGS.draft
-            else plan.read_model_config(FLAGS.draft_config)
-        )
-        if cfg.vocab_size != target.vocab_size:
-            raise SpecJAXError(
-                f"the draft model has {cfg.vocab_size} tokens, the target {target.vocab_size}"
-            )
-        return cfg
-    if FLAGS.draft_config:
-        raise SpecJAXError("--draft_config is for draft models")
-    if FLAGS.draft:
-        if FLAGS.aux_layers or FLAGS.num_draft_tokens is not None:
-            raise SpecJAXError(
-                "--aux_layers and --num_draft_tokens are those of the head that --draft names"
-            )
-        heads.check(FLAGS.draft, target)
-        return heads.read(FLAGS.draft)[0]
+def _start() -> Start:
+    """What training starts from, by the flags."""
     try:
         aux_layers = tuple(map(int, FLAGS.aux_layers))
     except ValueError:
+        given = ",".join(FLAGS.aux_layers)
+        raise SpecJAXError(f"--aux_layers must be numbers of layers, got {given}") from None
+    config = plan.read_model_config(FLAGS.draft_config) if FLAGS.draft_config else None
+    return Start(FLAGS.draft, config, aux_layers, FLAGS.num_draft_tokens)
+
+
+def _objective(reader: CheckpointReader, start: Start) -> Objective:
+    """The objective by the flags, in the default dtype."""
+    kind = losses.objective_class(FLAGS.drafter)
+    limit = reader.config.max_position_embeddings
+    if FLAGS.max_seq_len > limit:
         raise SpecJAXError(
-            f"--aux_layers must be numbers of layers, got {','.join(FLAGS.aux_layers)}"
-        ) from None
-    return init_head.config(target, aux_layers, FLAGS.num_draft_tokens)
-
-
-def _open(paths: list[str], opened: table.CheckpointReader) -> data.Dataset:
-    """Rows of folders and files."""
-    folders = [pathlib.Path(path) for path in paths if pathlib.Path(path).is_dir()]
-    texts = [path for path in paths if not pathlib.Path(path).is_dir()]
-    rows = [shard for folder in folders for shard in data.read_folder(folder, opened.config)]
-    return data.Dataset(
-        (*rows, *([data.read_texts(texts, opened.tokenizer, FLAGS.max_seq_len)] if texts else []))
-    )
-
-
-def _fitting(target: checkpoint.Model, prompts: list[dict]) -> list[tuple[tuple[int, ...], str]]:
-    """The tokens and the domain of each prompt that is not too long."""
-    encoded = [
-        (
-            batch.encode(target, row["prompt"], row["where"]),
-            row.get("domain", ""),
+            f"--max_seq_len={FLAGS.max_seq_len} exceeds the context of the target, {limit} tokens"
         )
-        for row in prompts
-    ]
-    fitting = [prompt for prompt in encoded if len(prompt[0]) <= FLAGS.max_seq_len // 2]
-    if len(fitting) < len(prompts):
+    draft_config = kind.make_config(start, reader.config)
+    mesh = processes.make_mesh(*common_flags.mesh_degrees())
+    ttt_steps = FLAGS.ttt_steps if "ttt_steps" in kind.OPTIONS else 1
+    objective = kind(reader.config, draft_config, FLAGS.loss, ttt_steps, mesh=mesh)
+    least = data.SKIPPED + 3 + ttt_steps
+    if FLAGS.max_seq_len < least:
+        raise SpecJAXError(
+            f"--max_seq_len must be at least {least}, got {FLAGS.max_seq_len}: no token would be "
+            "predicted"
+        )
+    objective.check_shardable()
+    return objective
+
+
+def _read_data(reader: CheckpointReader) -> Data:
+    """Reads the data that the flags name."""
+    prompts = jsonl.read_prompts(FLAGS.self_generate) if FLAGS.self_generate else []
+    rows, held_out = _open(FLAGS.data, reader), _open(FLAGS.held_out, reader)
+    if prompts or FLAGS["max_seq_len"].present:
+        for shard in rows.shards:
+            length = shard.tokens_BS.shape[1]
+            if length != FLAGS.max_seq_len:
+                raise SpecJAXError(
+                    f"--max_seq_len={FLAGS.max_seq_len}, but rows of --data have {length} positions"
+                )
+    return Data(rows, held_out, prompts)
+
+
+def _open(paths: list[str], reader: CheckpointReader) -> Dataset:
+    """Rows of folders and text files."""
+    shards: list[Rows] = []
+    texts = []
+    for path in paths:
+        if pathlib.Path(path).is_dir():
+            shards += data.read_folder(path, reader.config)
+        else:
+            texts.append(path)
+    if texts:
+        if reader.tokenizer is None:
+            raise SpecJAXError(f"{FLAGS.target} has no tokenizer, which texts require")
+        shards.append(data.read_texts(texts, reader.tokenizer, FLAGS.max_seq_len))
+    return Dataset(tuple(shards))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    ids: tuple[int, ...]
+    domain: str
+
+
+def _fitting(target: Model, rows: list[dict]) -> list[_Prompt]:
+    """The prompts that are not too long."""
+    limit = FLAGS.max_seq_len // 2
+    fitting = []
+    for row in rows:
+        ids = batch.encode(target, row["prompt"], row["where"])
+        if len(ids) <= limit:
+            fitting.append(_Prompt(ids, row.get("domain", "")))
+    left_out = len(rows) - len(fitting)
+    if left_out:
         print(
-            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than half a row "
-            f"({FLAGS.max_seq_len // 2} tokens) and are left out"
+            f"{left_out} of {len(rows)} prompts are longer than half a row ({limit} tokens) and "
+            "are left out"
         )
     if not fitting:
         raise SpecJAXError(
@@ -333,130 +336,100 @@ def _fitting(target: checkpoint.Model, prompts: list[dict]) -> list[tuple[tuple[
 
 
 def _continue(
-    target: checkpoint.Model,
-    prompts: list[tuple[tuple[int, ...], str]],
-    folder: pathlib.Path,
-    aux_layers: tuple[int, ...],
-):
+    target: Model, prompts: list[_Prompt], folder: pathlib.Path, aux_layers: tuple[int, ...]
+) -> list[Rows]:
     """The target's continuations of prompts."""
+    config = GenerateConfig(
+        max_seq_len=FLAGS.max_seq_len,
+        batch_size=FLAGS.generate_batch_size,
+        temperatures=tuple(common_flags.numbers("temperatures", FLAGS.temperatures)),
+        seed=FLAGS.seed,
+        aux_layers=aux_layers,
+        eos_ids=None if FLAGS.stop_at_eos else (),
+    )
+    ids = [prompt.ids for prompt in prompts]
+    domains = [prompt.domain for prompt in prompts]
     console = Console()
     with progress_lib.Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("generating", total=None)
-        paths = self_generate.self_generate(
-            target,
-            *zip(*prompts, strict=True),
-            folder,
-            max_seq_len=FLAGS.max_seq_len,
-            batch_size=FLAGS.generate_batch_size,
-            temperatures=common_flags.numbers("temperatures", FLAGS.temperatures),
-            seed=FLAGS.seed,
-            aux_layers=aux_layers,
-            eos_ids=None if FLAGS.stop_at_eos else (),
-            on_shard=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    return list(map(data.read_shard, paths))
+
+        def on_shard(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        paths = self_generate.self_generate(target, ids, domains, folder, config, on_shard)
+    return [data.read_shard(path) for path in paths]
 
 
-def _initial(objective: Objective, target: checkpoint.Model, rows: data.Dataset):
-    """Parameters to begin with, and the tokens that can be guessed."""
-    rng = jax.random.key(FLAGS.seed)
-    if not objective.is_head:
-        if FLAGS.draft:
-            return checkpoint.load(
-                FLAGS.draft, dtype="float32", mesh=target.mesh, role="draft"
-            ).params, None
-        return parallel.place(llama.init(rng, objective.drafter), target.mesh, "draft"), None
-    if FLAGS.draft:
-        _, params, draft_ids_U = heads.read(FLAGS.draft)
-        return parallel.place(
-            jax.tree.map(lambda x: x.astype(jnp.float32), params), target.mesh, "draft"
-        ), draft_ids_U
-    params = init_head.initial_params(
-        objective.drafter, target.params, rng, init_head.residual_size(objective, target, rows)
-    )
-    return parallel.place(params, target.mesh, "draft"), init_head.likely_tokens(
-        rows, objective.drafter
-    )
+def _train(run: loop.Run, params: Any, folder: pathlib.Path, values: dict[str, Any]) -> loop.Result:
+    """Trains with a progress bar."""
+    console = Console()
+    columns = (*progress_lib.Progress.get_default_columns(), "{task.fields[figures]}")
+    max_seconds = None if FLAGS.max_minutes is None else 60 * FLAGS.max_minutes
+    with progress_lib.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=run.config.steps, figures="")
+        reporter = _Reporter(bar, task)
+        return loop.train(run, params, folder, values, on_record=reporter, max_seconds=max_seconds)
 
 
 class _Reporter:
-    """Shows the progress of training: the loss, tokens per second and what is accepted on held-out
-    rows."""
+    """Shows the loss, tokens per second and acceptance on held-out rows during training."""
 
-    def __init__(self, bar: progress_lib.Progress, task):
+    def __init__(self, bar: progress_lib.Progress, task: progress_lib.TaskID):
         self._bar, self._task = bar, task
-        self._seen, self._held_out = [], ""
+        self._seen: list[dict] = []
+        self._held_out = ""
 
     def __call__(self, record: dict) -> None:
         if "held_out" in record:
-            means = evaluate.summary([Score(**score) for score in record["held_out"]])
+            means = evaluate.summary(evaluate.read_scores(record["held_out"]))
             self._held_out = "held out: " + " ".join(f"{mean:.2f}" for mean in means)
             self._show(f"step {record['step']}: {self._held_out}")
             return
-        self._seen = [*self._seen[-20:], record]
-        first, seconds = self._seen[0], record["seconds"] - self._seen[0]["seconds"]
-        rate = sum(other["tokens"] for other in self._seen[1:]) / seconds if seconds > 0 else 0
+        self._seen = [*self._seen[-RATE_STEPS:], record]
+        first, *others = self._seen
+        seconds = record["seconds"] - first["seconds"]
+        num_tokens = sum(other["tokens"] for other in others)
+        rate = num_tokens / seconds if seconds > 0 else 0
         loss = np.mean([other["loss"] for other in self._seen])
         figures = f"loss {loss:.3f}  {rate:,.0f} tokens/s  {self._held_out}"
         self._bar.update(self._task, completed=record["step"], figures=figures)
-        if record["step"] % LOG_EVERY == 0 and first is not record:
+        if record["step"] % LOG_EVERY == 0 and others:
             self._show(f"step {record['step']}: {figures}")
 
     def _show(self, line: str) -> None:
-        if self._bar.disable:  # no terminal: a line now and then
+        if self._bar.disable:  # without a terminal: a line now and then
             print(line, flush=True)
 
 
-def _write(
-    output: pathlib.Path,
-    objective: Objective,
-    target: checkpoint.Model,
-    result: trainer.Result,
-    draft_ids_U,
-):
-    """The drafter, its scores and the curves; those of an earlier end of the same run are replaced."""
+def _write(output: pathlib.Path, run: loop.Run, target: Model, result: loop.Result) -> None:
+    """Writes the drafter, its scores and the curves, in place of earlier ones of the same run."""
     curves.draw(result.history, output / "curves.png")
+    scores = [dataclasses.asdict(score) for score in result.scores]
     (output / "evaluation.json").unlink(missing_ok=True)
     provenance.write_figures(
         output / "evaluation.json",
-        {
-            "step": result.step,
-            "scores": [dataclasses.asdict(score) for score in result.scores],
-        },
+        {"step": result.step, "scores": scores},
         common_flags.invocation(__name__),
     )
     folder, new = output / "drafter", output / f"drafter.new-{os.getpid()}"
-    if objective.is_head:
-        heads.save(new, objective.drafter, result.params, draft_ids_U)
-    else:
-        checkpoint.save(
-            new, dataclasses.replace(target, config=objective.drafter, params=result.params)
-        )
+    run.objective.save(new, target, result.params, run.draft_ids_U)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
-    print(f"wrote {folder}, the drafter as it was at step {result.step}")
+    print(f"wrote {folder}, the drafter at step {result.step}")
 
 
 def score_table(scores: list[Score]) -> Table:
     """Acceptance by draft position."""
+    num_columns = len(scores[0].by_position)
+    numbers = map(str, range(1, num_columns + 1))
+    rows = []
+    for score in scores:
+        rates = map(tables.number, score.by_position)
+        count = f"{score.num_positions:,}"
+        rows.append([score.domain, score.text, str(score.temperature), count, *rates])
     return tables.table(
         "Accepted on held-out rows, by draft position",
-        (
-            "domain",
-            "text",
-            "temperature",
-            "places",
-            *map(str, range(1, 1 + len(scores[0].by_position))),
-        ),
-        [
-            (
-                score.domain,
-                score.text,
-                str(score.temperature),
-                f"{score.places:,}",
-                *map(tables.number, score.by_position),
-            )
-            for score in scores
-        ],
+        ("domain", "text", "temperature", "positions", *numbers),
+        rows,
         num_texts=2,
     )

@@ -1,5 +1,4 @@
-"""Rows of tokens to train on, perhaps with what the target's layers said to them, in shards on
-disk."""
+"""Training sequences, optionally with the target's hidden states, in safetensors shards."""
 
 from __future__ import annotations
 
@@ -9,8 +8,9 @@ import os
 import pathlib
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -19,180 +19,281 @@ from specjax import files
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
 from specjax.tokenizer import Tokenizer
-from specjax.train.objective import Batch
 
-SKIPPED = 8  # tokens at the start of a row
-ABOUT = "rows.json"  # says of a folder of shards what they are of
-TAP_DTYPE = np.float16
-TAP_LIMIT = 65000.0  # residual streams are clipped to what float16 can hold
+SKIPPED = 8  # tokens at the start of a row that have no weight: they cannot be predicted
+MIN_TOKENS = 3  # shorter rows are left out
+ABOUT = "rows.json"  # describes the shards of a folder
+HIDDEN_DTYPE = np.float16
+HIDDEN_LIMIT = 65000.0  # residual streams are clipped to what float16 can represent
+# Attributes of `Rows`, and their names in files.
+TENSORS = {
+    "tokens_BS": "tokens_RS",
+    "length_B": "length_R",
+    "start_B": "start_R",
+    "temperature_B": "temperature_R",
+}
+HIDDEN_PREFIXES = ("hidden_", "taps_")  # the second one before 0.1.0
+# For each kind of line in a JSONL file, the keys that it may have.
+LINE_KEYS = {
+    "text": {"text"},
+    "prompt": {"prompt", "completion"},
+    "messages": {"messages"},
+}
+
+
+class Batch(NamedTuple):
+    """Rows to train on.
+
+    Attributes:
+      tokens_BS: int32.
+      weight_BS: float32, weight of the prediction of each token; 0 after the end of a row and for
+        its first tokens.
+      aux_hidden: the target's residual streams after the layers that the objective needs, each
+        `[B, S, D]`; () if they are not stored.
+    """
+
+    tokens_BS: jax.Array
+    weight_BS: jax.Array
+    aux_hidden: tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """R texts of at most S tokens each.
+    """B texts of at most S tokens each.
 
     Attributes:
-      tokens_RS: int32, filled up with 0 on the right.
-      length_R: int32, tokens of each text.
-      start_R: int32, tokens of its prompt: those behind it are what a drafter will have to guess.
-      temperature_R: float32, at which the text was drawn from the target; NaN where it was not.
-      domains: for each text, what kind it is; "" where nobody said.
-      aux_layers: target layer -> its residual stream at each token but the last, float16 `[R, S, D]`;
-        empty where the target has to be asked.
+      tokens_BS: int32, padded with 0 on the right.
+      length_B: int32, number of tokens of each text.
+      start_B: int32, number of tokens of its prompt; a drafter predicts the tokens after it.
+      temperature_B: float32, temperature at which the target generated the text; NaN for other
+        texts.
+      domains: kind of each text; "" if unknown.
+      aux_hidden: for each stored target layer its residual stream at every token but the last,
+        float16 `[B, S, D]`; empty if the target has to be run.
     """
 
-    tokens_RS: np.ndarray
-    length_R: np.ndarray
-    start_R: np.ndarray
-    temperature_R: np.ndarray
+    tokens_BS: np.ndarray
+    length_B: np.ndarray
+    start_B: np.ndarray
+    temperature_B: np.ndarray
     domains: Sequence[str]
-    aux_layers: dict[int, np.ndarray]
+    aux_hidden: dict[int, np.ndarray]
 
     def __len__(self) -> int:
-        return len(self.length_R)
+        return len(self.length_B)
 
     @property
-    def said_RS(self) -> np.ndarray:
-        """Which tokens stand behind the prompt."""
-        position_S = np.arange(self.tokens_RS.shape[1])
-        return (position_S >= self.start_R[:, None]) & (position_S < self.length_R[:, None])
+    def loss_mask_BS(self) -> np.ndarray:
+        """Whether each token comes after the prompt."""
+        position_S = np.arange(self.tokens_BS.shape[1])
+        is_after = position_S >= self.start_B[:, None]
+        return is_after & (position_S < self.length_B[:, None])
+
+
+# --- Shards ---------------------------------------------------------------------------------------
 
 
 def write_shard(path: pathlib.Path, rows: Rows) -> None:
     """Writes rows as a safetensors file, which appears when it is complete."""
-    arrays = {
-        name: getattr(rows, name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")
-    }
-    arrays |= {
-        f"hidden_{layer}_RSD": np.ascontiguousarray(hidden_RSD)
-        for layer, hidden_RSD in rows.aux_layers.items()
-    }
+    arrays = {name: getattr(rows, field) for field, name in TENSORS.items()}
+    for layer, hidden_BSD in rows.aux_hidden.items():
+        arrays[f"hidden_{layer}_RSD"] = np.ascontiguousarray(hidden_BSD)
+    metadata = {"domains": json.dumps(list(rows.domains))}
     with files.new_file(path) as partial, files.writing():
-        safetensors.numpy.save_file(
-            arrays, partial, metadata={"domains": json.dumps(list(rows.domains))}
-        )
+        safetensors.numpy.save_file(arrays, partial, metadata=metadata)
 
 
 def read_shard(path: pathlib.Path) -> Rows:
-    """Reverses `write_shard`; aux_layers stay on disk until rows of them are asked for.
+    """Returns the rows of a shard. Hidden states stay on disk until a batch needs them.
 
     Raises:
-      SpecJAXError: a file that is something else.
+      SpecJAXError: the file is no shard.
     """
     with files.parsing(path):
         file = safetensors.safe_open(path, framework="numpy")
-        names = set(file.keys())
-        arrays = [
-            file.get_tensor(name) for name in ("tokens_RS", "length_R", "start_R", "temperature_R")
-        ]
-        aux_layers = {
-            int(name.split("_")[1]): file.get_slice(name)
-            for name in sorted(names)
-            if name.startswith(("hidden_", "taps_"))  # the name before 0.1.0
-        }
-        return Rows(*arrays, json.loads(file.metadata()["domains"]), aux_layers)
+        arrays = {field: file.get_tensor(name) for field, name in TENSORS.items()}
+        aux_hidden = {}
+        for name in sorted(file.keys()):
+            if name.startswith(HIDDEN_PREFIXES):
+                layer = int(name.split("_")[1])
+                aux_hidden[layer] = file.get_slice(name)
+        domains = json.loads(file.metadata()["domains"])
+        return Rows(**arrays, domains=domains, aux_hidden=aux_hidden)
 
 
-def read_folder(folder: pathlib.Path, target: LlamaConfig) -> list[Rows]:
-    """The shards that `self_generate` has written.
+def read_folder(folder: str | os.PathLike, target_config: LlamaConfig) -> list[Rows]:
+    """Returns the shards that `self_generate` has written to a folder.
 
     Raises:
       SpecJAXError: there are none, or they are of another target.
     """
+    folder = files.expand(folder)
     paths = sorted(folder.glob("*.safetensors"))
     if not paths or not (folder / ABOUT).exists():
         raise SpecJAXError(
-            f"{folder} has no rows (*.safetensors, {ABOUT}): not a folder that specjax train wrote them "
-            "to"
+            f"{folder} has no rows (*.safetensors, {ABOUT}): not a folder that specjax train wrote "
+            "rows to"
         )
-    if files.read_json(folder / ABOUT).get("target") != json.loads(json.dumps(target.to_dict())):
+    expected = json.loads(json.dumps(target_config.to_dict()))
+    if files.read_json(folder / ABOUT).get("target") != expected:
         raise SpecJAXError(f"{folder} has rows of another target")
-    return list(map(read_shard, paths))
+    return [read_shard(path) for path in paths]
+
+
+# --- Texts ----------------------------------------------------------------------------------------
+
+
+class _Text(NamedTuple):
+    """A row before it becomes an array; `start` is the number of tokens of its prompt."""
+
+    ids: list[int]
+    start: int
+    domain: str
 
 
 def read_texts(paths: Sequence[str | os.PathLike], tokenizer: Tokenizer, max_seq_len: int) -> Rows:
-    """Rows from text files and JSONL files.
+    """Returns the rows of text files and JSONL files.
 
-    A text file (.txt) is cut into pieces of `max_seq_len` tokens. A line of a JSONL file (.jsonl) is
-    a text: a string, or an object with "text", with "prompt" and "completion", or with "messages"
-    (a chat that the assistant ends); and perhaps a "domain". The completion or the last message is
-    what is to be guessed. What is longer than `max_seq_len` tokens is cut off.
+    A text file (.txt) is cut into pieces of `max_seq_len` tokens. A line of a JSONL file (.jsonl)
+    is a text: a string, or an object with "text", with "prompt" and "completion", or with
+    "messages" (a chat that ends with a message of the assistant), and optionally a "domain". The
+    drafter learns to predict the completion or the last message. Texts are cut off after
+    `max_seq_len` tokens.
 
     Raises:
-      SpecJAXError: a file that cannot be read or is called otherwise, a line (by its number) that
-        is none of these, or no text at all.
+      SpecJAXError: a file that cannot be read or has another suffix, a line (by its number) that is
+        none of these, or no text at all.
     """
-    rows: list[tuple[list[int], int, str]] = []
-    for path in map(pathlib.Path, paths):
+    texts: list[_Text] = []
+    for path in map(files.expand, paths):
         if path.exists() and path.suffix not in (".txt", ".jsonl"):
-            raise SpecJAXError(f"{path}: texts are in files named .txt or .jsonl")
-        if path.suffix != ".jsonl":
-            ids = tokenizer.encode(files.read_text(path))
-            rows += [(ids[i : i + max_seq_len], 1, "") for i in range(0, len(ids), max_seq_len)]
+            raise SpecJAXError(f"{path}: texts must be in files named .txt or .jsonl")
+        if path.suffix == ".jsonl":
+            for where, value in files.json_lines(path):
+                texts.append(_read_line(value, where, tokenizer))
             continue
-        rows += [
-            _row(value, where, tokenizer, max_seq_len) for where, value in files.json_lines(path)
-        ]
-    rows = [row for row in rows if len(row[0]) > 2]
-    if not rows:
-        raise SpecJAXError(
-            f"there is no text to train on in {', '.join(map(str, paths)) or 'no files'}"
-        )
-    tokens_RS = np.zeros((len(rows), max_seq_len), np.int32)
-    for i, (ids, _, _) in enumerate(rows):
-        tokens_RS[i, : len(ids)] = ids
-    length_R = np.array([len(ids) for ids, _, _ in rows], np.int32)
-    start_R = np.array([start for _, start, _ in rows], np.int32)
-    return Rows(
-        tokens_RS,
-        length_R,
-        start_R,
-        np.full(len(rows), np.nan, np.float32),
-        [row[2] for row in rows],
-        {},
-    )
+        with files.parsing(path):
+            ids = tokenizer.encode(files.read_text(path))
+        for i in range(0, len(ids), max_seq_len):
+            texts.append(_Text(ids[i : i + max_seq_len], 1, ""))
+    texts = [text for text in texts if len(text.ids) >= MIN_TOKENS]
+    if not texts:
+        names = ", ".join(map(str, paths)) or "no files"
+        raise SpecJAXError(f"there is no text to train on in {names}")
+    return _rows_of_texts(texts, max_seq_len)
 
 
-def _row(
-    value: Any, where: str, tokenizer: Tokenizer, max_seq_len: int
-) -> tuple[list[int], int, str]:
+def _rows_of_texts(texts: list[_Text], max_seq_len: int) -> Rows:
+    tokens_BS = np.zeros((len(texts), max_seq_len), np.int32)
+    length_B = np.zeros(len(texts), np.int32)
+    start_B = np.zeros(len(texts), np.int32)
+    for i, text in enumerate(texts):
+        ids = text.ids[:max_seq_len]
+        tokens_BS[i, : len(ids)] = ids
+        length_B[i] = len(ids)
+        start_B[i] = min(text.start, max_seq_len)
+    temperature_B = np.full(len(texts), np.nan, np.float32)
+    domains = [text.domain for text in texts]
+    return Rows(tokens_BS, length_B, start_B, temperature_B, domains, {})
+
+
+def _read_line(value: Any, where: str, tokenizer: Tokenizer) -> _Text:
     fields = {"text": value} if isinstance(value, str) else value
-    kinds = [
-        kind
-        for kind in ("text", "prompt", "messages")
-        if isinstance(fields, dict) and kind in fields
-    ]
-    if len(kinds) != 1:
+    found = []
+    if isinstance(fields, dict):
+        found = [kind for kind in LINE_KEYS if kind in fields]
+    if len(found) != 1:
         raise SpecJAXError(
             f"{where}: must be a string, or an object with one of 'text', 'prompt' and 'messages'"
         )
+    (kind,) = found
+    unknown = sorted(fields.keys() - LINE_KEYS[kind] - {"domain", "name"})
+    if unknown:
+        raise SpecJAXError(f"{where}: unknown key {unknown[0]!r} beside {kind!r}")
     domain = fields.get("domain", "")
-    known = {"text": {"text"}, "prompt": {"prompt", "completion"}, "messages": {"messages"}}[
-        kinds[0]
-    ]
-    if unknown := sorted(set(fields) - known - {"domain", "name"}):
-        raise SpecJAXError(f"{where}: unknown key {unknown[0]!r} beside {kinds[0]!r}")
     if not isinstance(domain, str):
-        raise SpecJAXError(f"{where}: texts and the domain must be strings")
-    if kinds == ["prompt"] and not fields.get("completion"):
-        raise SpecJAXError(
-            f"{where}: a prompt without a 'completion' (prompts alone are for --self_generate)"
-        )
+        raise SpecJAXError(f"{where}: 'domain' must be a string, got {domain!r}")
     with files.parsing(where):
-        if kinds == ["messages"]:
-            if not fields["messages"] or fields["messages"][-1]["role"] != "assistant":
-                raise SpecJAXError("the last of 'messages' must be the assistant's")
-            prompt = fields["messages"][:-1]
-            start = len(tokenizer.apply_chat_template(prompt)) if prompt else 1
-            ids = tokenizer.apply_chat_template(fields["messages"], add_generation_prompt=False)
+        if kind == "messages":
+            ids, start = _encode_chat(fields["messages"], tokenizer)
+        elif kind == "prompt":
+            ids, start = _encode_completion(fields, tokenizer)
         else:
-            first, rest = fields.get("text", fields.get("prompt")), fields.get("completion", "")
-            if not all(isinstance(text, str) for text in (first, rest)):
-                raise SpecJAXError(f"{where}: texts and the domain must be strings")
-            ids = tokenizer.encode(first)
-            start = len(ids) if rest else 1
-            ids = ids + tokenizer.encode(rest, add_special_tokens=False) if rest else ids
-    return ids[:max_seq_len], min(start, max_seq_len), domain
+            ids, start = tokenizer.encode(_string(fields, "text")), 1
+    return _Text(ids, start, domain)
+
+
+def _string(fields: dict[str, Any], name: str) -> str:
+    if not isinstance(fields[name], str):
+        raise SpecJAXError(f"{name!r} must be a string, got {fields[name]!r}")
+    return fields[name]
+
+
+def _encode_completion(fields: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[int], int]:
+    if not fields.get("completion"):
+        raise SpecJAXError(
+            "a prompt requires a 'completion' (prompts alone are for --self_generate)"
+        )
+    prompt = _string(fields, "prompt")
+    text = prompt + _string(fields, "completion")
+    return _encode_split(text, len(prompt), tokenizer, add_special_tokens=True)
+
+
+def _encode_chat(messages: Any, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    is_chat = isinstance(messages, list) and bool(messages)
+    last = messages[-1] if is_chat else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        raise SpecJAXError("the last of 'messages' must be the assistant's")
+    text = tokenizer.render_chat(messages, add_generation_prompt=False)
+    if len(messages) == 1:
+        return tokenizer.encode(text, add_special_tokens=False), 1
+    start = _answer_start(text, messages, tokenizer)
+    return _encode_split(text, start, tokenizer, add_special_tokens=False)
+
+
+def _answer_start(text: str, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> int:
+    """Returns where the last message starts in `text`, the rendered chat.
+
+    Usually the rendered prompt is the beginning of the chat. Some templates end the prompt with
+    something that they do not render in a complete chat, such as an opening tag for reasoning. Then
+    the answer starts where the chat begins to differ from chats with other answers.
+    """
+    prompt = tokenizer.render_chat(messages[:-1])
+    if text.startswith(prompt):
+        return len(prompt)
+    starts = []
+    for other in ("0", "1"):  # an answer can begin like one of them, not like both
+        changed = [*messages[:-1], messages[-1] | {"content": other}]
+        rendered = tokenizer.render_chat(changed, add_generation_prompt=False)
+        starts.append(_common_length(text, rendered))
+    if min(starts) >= len(text):
+        raise SpecJAXError("the chat template does not render the assistant's last message")
+    return min(starts)
+
+
+def _common_length(a: str, b: str) -> int:
+    """Returns the length of the longest common prefix."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _encode_split(
+    text: str, start: int, tokenizer: Tokenizer, add_special_tokens: bool
+) -> tuple[list[int], int]:
+    """Returns the tokens of a text, and the number of tokens before its character `start`.
+
+    A token on both sides of `start` counts as after it.
+    """
+    encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+    for i, (_, end) in enumerate(encoding.offsets):
+        if end > start:
+            return encoding.ids, max(i, 1)
+    return encoding.ids, len(encoding.ids)
+
+
+# --- Several shards -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +307,7 @@ class Dataset:
     shards: tuple[Rows, ...]
 
     def __post_init__(self):
-        widths = {rows.tokens_RS.shape[1] for rows in self.shards}
+        widths = {rows.tokens_BS.shape[1] for rows in self.shards}
         if len(widths) > 1:
             widths = ", ".join(map(str, sorted(widths)))
             raise SpecJAXError(f"rows of different lengths cannot be mixed: {widths} positions")
@@ -216,46 +317,51 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, those of prompts included."""
-        return int(sum(rows.length_R.sum() for rows in self.shards))
+        """Number of tokens, those of prompts included."""
+        return int(sum(rows.length_B.sum() for rows in self.shards))
 
     @property
     def checksum(self) -> int:
-        """Of everything but the residual streams."""
+        """Checksum of everything but the hidden states."""
         crc = 0
         for rows in self.shards:
-            for array in (rows.tokens_RS, rows.length_R, rows.start_R, rows.temperature_R):
-                crc = zlib.crc32(np.ascontiguousarray(array), crc)
+            for name in TENSORS:
+                crc = zlib.crc32(np.ascontiguousarray(getattr(rows, name)), crc)
             crc = zlib.crc32(json.dumps(list(rows.domains)).encode(), crc)
         return crc
 
     def fields(self, name: str) -> np.ndarray:
-        """One of the arrays of all rows, or the domains."""
+        """Returns an attribute of all rows as one array."""
         return np.concatenate([np.asarray(getattr(rows, name)) for rows in self.shards])
 
     def batch(
         self, indices: Sequence[int], aux_layers: tuple[int, ...], prompt_weight: float
     ) -> Batch:
-        """Some rows, with the residual streams if they were kept. The first tokens of a row do not
-          count: nobody could
-        guess them."""
+        """Returns some rows, with their hidden states if these are stored.
+
+        Args:
+          indices: of the rows.
+          aux_layers: target layers whose hidden states are needed.
+          prompt_weight: weight of tokens of prompts; those after prompts have 1, and the first
+            `SKIPPED` of a row 0.
+        """
         starts = np.cumsum([0, *map(len, self.shards)])
-        shards = np.searchsorted(starts, indices, side="right") - 1
-        places = [(int(s), int(i - starts[s])) for s, i in zip(shards, indices, strict=True)]
-        take = lambda name: np.stack([getattr(self.shards[s], name)[r] for s, r in places])  # noqa: E731
-        tokens_BS, length_B, start_B = take("tokens_RS"), take("length_R"), take("start_R")
+        places = []
+        for index in indices:
+            shard = int(np.searchsorted(starts, index, side="right")) - 1
+            places.append((self.shards[shard], int(index - starts[shard])))
+
+        def take(name: str) -> np.ndarray:
+            return np.stack([getattr(shard, name)[row] for shard, row in places])
+
+        tokens_BS, length_B, start_B = take("tokens_BS"), take("length_B"), take("start_B")
         position_S = np.arange(tokens_BS.shape[1])
-        weight_BS = np.where(position_S < start_B[:, None], prompt_weight, 1.0) * (
-            position_S < length_B[:, None]
-        )
+        is_prompt_BS = position_S < start_B[:, None]
+        is_text_BS = position_S < length_B[:, None]
+        weight_BS = np.where(is_prompt_BS, prompt_weight, 1.0) * is_text_BS
         weight_BS[:, :SKIPPED] = 0
-        kept = all(set(aux_layers) <= set(self.shards[s].aux_layers) for s, _ in places)
-        found = (
-            tuple(
-                np.stack([self.shards[s].aux_layers[layer][r] for s, r in places])
-                for layer in aux_layers
-            )
-            if kept
-            else ()
-        )
-        return Batch(tokens_BS, weight_BS.astype(np.float32), found)
+        is_stored = all(set(aux_layers) <= set(shard.aux_hidden) for shard, _ in places)
+        aux_hidden = []
+        for layer in aux_layers if is_stored else ():
+            aux_hidden.append(np.stack([shard.aux_hidden[layer][row] for shard, row in places]))
+        return Batch(tokens_BS, weight_BS.astype(np.float32), tuple(aux_hidden))

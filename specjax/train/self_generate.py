@@ -1,9 +1,8 @@
-"""Training data from the target itself: its own continuations of prompts, in batches through the
-decode loop.
+"""Training data from the target itself: its own continuations of prompts, by the decode loop.
 
-A drafter has to guess what the target says, not what people have written. And while the target says
-it, its residual streams, which a head is trained on, come for nothing: a drafter that proposes
-nothing writes them down.
+A drafter has to predict what the target writes, not what people write. The target's residual
+streams, which an EAGLE head is trained on, are recorded on the way, by a drafter that proposes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, files, parallel, sampling
+from specjax import decode, parallel
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
+from specjax.engine import batch as batch_lib
 from specjax.engine.load import Model
+from specjax.engine.request import SamplingParams
 from specjax.errors import SpecJAXError
-from specjax.train import data
+from specjax.train import data, identity
 from specjax.train.data import Rows
 
 PREFILL_CHUNK = 64
@@ -33,8 +34,8 @@ PREFILL_CHUNK = 64
 class Recorder(Drafter):
     """A drafter that proposes nothing, and records the target's residual streams in its state.
 
-    State: committed tokens int32 `[B]`, and per layer of `aux_layers` float16 `[B, S, D]`, of all
-    tokens but the last.
+    State: number of committed tokens, int32 `[B]`, and for each of `aux_layers` float16
+    `[B, S, D]` of all tokens but the last.
     """
 
     aux_layers: tuple[int, ...]
@@ -58,7 +59,30 @@ class Recorder(Drafter):
 
 
 def _narrow(hidden):
-    return jnp.clip(hidden, -data.TAP_LIMIT, data.TAP_LIMIT).astype(data.TAP_DTYPE)
+    return jnp.clip(hidden, -data.HIDDEN_LIMIT, data.HIDDEN_LIMIT).astype(data.HIDDEN_DTYPE)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """How continuations are generated.
+
+    Attributes:
+      max_seq_len: S, most tokens of a row, prompt and continuation.
+      batch_size: rows of a shard, generated together.
+      temperatures: of the rows: all equally often, in a seeded order.
+      seed: of everything random.
+      aux_layers: layers whose residual streams are recorded.
+      eos_ids: ids that end a continuation; None for those of the model.
+      page_size: positions per page of the cache.
+    """
+
+    max_seq_len: int
+    batch_size: int
+    temperatures: tuple[float, ...]
+    seed: int
+    aux_layers: tuple[int, ...]
+    eos_ids: tuple[int, ...] | None = None
+    page_size: int = 64
 
 
 def self_generate(
@@ -66,113 +90,114 @@ def self_generate(
     prompts: Sequence[Sequence[int]],
     domains: Sequence[str],
     output: pathlib.Path,
-    *,
-    max_seq_len: int,
-    batch_size: int,
-    temperatures: Sequence[float],
-    seed: int,
-    aux_layers: tuple[int, ...],
-    eos_ids: Sequence[int] | None = None,
-    page_size: int = 64,
+    config: GenerateConfig,
     on_shard: Callable[[int, int], None] | None = None,
 ) -> list[pathlib.Path]:
-    """Writes shards of the target's continuations of prompts; those that the same call has written
-    before are kept.
+    """Writes shards of the target's continuations of prompts; existing shards are kept.
 
     Args:
       target: the model.
-      prompts: token ids; none longer than `max_seq_len` - 1.
+      prompts: token ids; at most `max_seq_len` - 1 each.
       domains: of each prompt.
       output: folder of the shards.
-      max_seq_len: S, tokens of a row: prompt and continuation.
-      batch_size: rows of a shard, generated together.
-      temperatures: of the rows: each comes as often as the others, in an order that the seed
-        decides.
-      seed: of everything random.
-      aux_layers: layers whose residual streams to keep.
-      eos_ids: that end a continuation; by default the model's.
-      page_size: positions per page of the cache.
-      on_shard: called with (shards there are, shards there will be).
+      config: how continuations are generated.
+      on_shard: called with (number of finished shards, number of shards).
 
     Returns:
-      The shards' files.
+      The files of the shards.
 
     Raises:
-      SpecJAXError: `output` holds rows that were made otherwise, naming what differs; or a batch
-        that the parts of the mesh do not divide.
+      SpecJAXError: `output` has rows that were generated otherwise (the message names what
+        differs); the batch size is no multiple of the number of data-parallel replicas.
     """
-    if batch_size % parallel.dp_size(target.mesh):
+    dp_size = parallel.dp_size(target.mesh)
+    if config.batch_size % dp_size:
         raise SpecJAXError(
-            f"a batch of {batch_size} rows cannot be split over "
-            f"data_parallel={parallel.dp_size(target.mesh)}"
+            f"a batch of {config.batch_size} rows cannot be split over data_parallel={dp_size}"
         )
-    eos = np.asarray(target.eos_ids if eos_ids is None else eos_ids, np.int32)
-    files.claim_run_folder(
-        output,
-        data.ABOUT,
-        {
-            "model": target.path,
-            "dtype": str(target.dtype),
-            "target": target.config.to_dict(),
-            "max_seq_len": max_seq_len,
-            "batch_size": batch_size,
-            "seed": seed,
-            "temperatures": list(temperatures),
-            "aux_layers": list(aux_layers),
-            "eos_ids": eos.tolist(),
-            "prompts": zlib.crc32(
-                json.dumps(
-                    [
-                        [domain, *map(int, prompt)]
-                        for domain, prompt in zip(domains, prompts, strict=True)
-                    ]
-                ).encode()
-            ),
-        },
-    )
-    rng = np.random.default_rng(seed)
-    temperature_N = rng.permutation(np.resize(np.asarray(temperatures, np.float32), len(prompts)))
-    # Prompts of about the same length go together: those of a batch are read in as many steps as
-    # the longest needs.
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    rng.shuffle(batches)
-    drafter = Recorder(num_tokens=1, aux_layers=aux_layers)
-    cfg = DecodeConfig(target.config, drafter, runtime=target.runtime(page_size))
-    paths = [output / f"rows-{number:05}.safetensors" for number in range(len(batches))]
-    for number, batch in enumerate(batches):
-        if not paths[number].exists():
-            filled = np.resize(
-                batch, batch_size
-            )  # the last batch is filled up, so that one program serves all
-            tokens_BS = np.zeros((batch_size, max_seq_len), np.int32)
-            for row, i in enumerate(filled):
-                tokens_BS[row, : len(prompts[i])] = prompts[i]
-            start_B = np.array([len(prompts[i]) for i in filled], np.int32)
-            end_B = np.where(np.arange(batch_size) < len(batch), max_seq_len, 0).astype(np.int32)
-            noise = sampling.SamplingArrays(
-                (seed + filled).astype(np.uint32), temperature_N[filled]
-            )
-            eos_BE = np.broadcast_to(eos, (batch_size, len(eos)))
-            request = decode.RequestArrays(start_B, end_B, eos_BE, noise)
-            arrays = parallel.put((tokens_BS, request), target.mesh)
-            state = decode.init_jit(target.params, None, cfg, *arrays, PREFILL_CHUNK)
-            state = decode.generate_jit(target.params, None, cfg, state)
-            found = parallel.get((state.tokens_BS, state.length_B, state.drafter))
-            R = len(batch)
-            tokens_RS, length_R, (_, aux_hidden_RSD) = jax.tree.map(lambda x, R=R: x[:R], found)
-            tokens_RS = np.where(np.arange(max_seq_len) < length_R[:, None], tokens_RS, 0)
-            data.write_shard(
-                paths[number],
-                Rows(
-                    tokens_RS,
-                    length_R,
-                    start_B[:R],
-                    temperature_N[batch],
-                    [domains[i] for i in batch],
-                    dict(zip(aux_layers, aux_hidden_RSD, strict=True)),
-                ),
-            )
+    if config.eos_ids is None:
+        config = dataclasses.replace(config, eos_ids=target.eos_ids)
+    identity.claim(output, data.ABOUT, _identity(target, prompts, domains, config))
+    rng = np.random.default_rng(config.seed)
+    temperatures = np.resize(np.asarray(config.temperatures, np.float32), len(prompts))
+    temperatures = rng.permutation(temperatures)
+    batches = _batches(prompts, config.batch_size, rng)
+    paths = []
+    for number, chosen in enumerate(batches):
+        path = output / f"rows-{number:05}.safetensors"
+        if not path.exists():
+            rows = _continue(target, prompts, domains, temperatures, chosen, config)
+            data.write_shard(path, rows)
+        paths.append(path)
         if on_shard:
-            on_shard(number + 1, len(batches))
+            on_shard(len(paths), len(batches))
     return paths
+
+
+def _identity(target: Model, prompts, domains, config: GenerateConfig) -> dict:
+    listed = []
+    for domain, prompt in zip(domains, prompts, strict=True):
+        listed.append([domain, *map(int, prompt)])
+    return {
+        "model": target.path,
+        "dtype": str(target.dtype),
+        "target": target.config.to_dict(),
+        "max_seq_len": config.max_seq_len,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "temperatures": list(config.temperatures),
+        "aux_layers": list(config.aux_layers),
+        "eos_ids": list(map(int, config.eos_ids)),
+        "prompts": zlib.crc32(json.dumps(listed).encode()),
+    }
+
+
+def _batches(prompts, batch_size: int, rng: np.random.Generator) -> list[list[int]]:
+    """Returns the prompts of each shard.
+
+    Prompts of similar length are together: a batch is read in as many steps as its longest prompt
+    needs.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    batches = []
+    for start in range(0, len(order), batch_size):
+        batches.append(order[start : start + batch_size])
+    rng.shuffle(batches)
+    return batches
+
+
+def _continue(
+    target: Model, prompts, domains, temperatures, chosen: list[int], config: GenerateConfig
+) -> Rows:
+    """Returns the continuations of the prompts with the numbers `chosen`."""
+    S = config.max_seq_len
+    # Prompts have the seeds that `specjax.generate` gives to all prompts in one call.
+    sampling = SamplingParams(
+        temperature=temperatures[chosen], seed=[config.seed + i for i in chosen]
+    )
+    batch = batch_lib.arrays(
+        [prompts[i] for i in chosen],
+        max_length=S,
+        eos_ids=config.eos_ids,
+        sampling=sampling,
+        max_seq_len=S,
+        num_rows=config.batch_size,  # the last batch too, so that all have one shape
+    )
+    drafter = Recorder(num_tokens=1, aux_layers=config.aux_layers)
+    runtime = target.runtime(config.page_size)
+    decode_config = DecodeConfig(target.config, drafter, runtime=runtime)
+    arrays = parallel.put(batch, target.mesh)
+    state = decode.init_jit(target.params, None, decode_config, *arrays, PREFILL_CHUNK)
+    state = decode.generate_jit(target.params, None, decode_config, state)
+    found = parallel.get((state.tokens_BS, state.length_B, state.drafter))
+    num_rows = len(chosen)
+    tokens_BS, length_B, (_, aux_hidden) = jax.tree.map(lambda x: x[:num_rows], found)
+    is_text_BS = np.arange(S) < length_B[:, None]
+    return Rows(
+        tokens_BS=np.where(is_text_BS, tokens_BS, 0),
+        length_B=length_B,
+        start_B=batch.request.prompt_length_B[:num_rows],
+        temperature_B=temperatures[chosen],
+        domains=[domains[i] for i in chosen],
+        aux_hidden=dict(zip(config.aux_layers, aux_hidden, strict=True)),
+    )

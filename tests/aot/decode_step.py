@@ -21,7 +21,7 @@ from specjax.drafters import eagle, registry
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
 from specjax.sampling import SamplingArrays
-from specjax.train import init_head
+from specjax.train import eagle as eagle_training
 
 # A Llama-3 8B and a Llama-3 1B that have few layers; all layers are alike. No activation is as
 # large as the smallest weight, and no weight as large as the smallest pool.
@@ -44,7 +44,7 @@ DRAFT = LlamaConfig(
     head_dim=64,
     tie_word_embeddings=True,
 )
-HEAD = init_head.config(TARGET, aux_layers=(0, 1))
+HEAD = eagle_training.make_config(TARGET, aux_layers=(0, 1))
 B, S, K = 4, 16384, 2  # the steps of a draft are alike, and each takes seconds to compile
 
 # name: drafter, way of verifying, whether rows have filters, kernels of ours in a round

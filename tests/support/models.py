@@ -14,7 +14,7 @@ from specjax import kv_cache, llama
 from specjax.config import LlamaConfig, Runtime
 from specjax.drafters import base, eagle, registry
 from specjax.drafters.eagle import EagleConfig
-from specjax.train import init_head
+from specjax.train import eagle as eagle_training
 
 
 class Model(NamedTuple):
@@ -51,8 +51,8 @@ def similar(seed: int, noise: float = 0.15, **kwargs) -> Model:
 def tiny_head(target: Model, aux_layers: tuple[int, ...] = (), num_draft_tokens: int | None = None):
     """A head for a tiny target, as training begins with it: its configuration and the parameters
     for decoding."""
-    config = init_head.config(target.config, aux_layers, num_draft_tokens)
-    params = init_head.initial_params(config, target.params, jax.random.key(0))
+    config = eagle_training.make_config(target.config, aux_layers, num_draft_tokens)
+    params = eagle_training.initial_params(config, target.params, jax.random.key(0))
     V = target.config.vocab_size
     ids_U = (
         None
