@@ -344,7 +344,7 @@ def _problems(right: dict, controls: dict) -> list[str]:
 
 
 def apart(distribution: Distribution) -> tuple[Distribution, ...]:
-    """Returns the distributions along the axis T one by one, as `residual_pass` takes the drafts'."""
+    """Returns the distributions along the axis T one by one, as `residual_pass` takes drafts."""
     parts = []
     for t in range(distribution.logits_BTV.shape[1]):
         parts.append(jax.tree.map(lambda x, t=t: x[:, t], distribution))

@@ -38,9 +38,9 @@ def paged_attention(
       q_BTNH: queries after rotary embedding, `[B, T, N, H]`.
       k_pool: keys, `[P, K, Z, H]`.
       v_pool: values, `[P, K, Z, H]`.
-      block_table_BX: int32 `[B, X]`, page of positions `[x * Z, (x + 1) * Z)`. The first entry that is
-        not a page of the pool, such as P or -1, ends the sequence's pages. No page belongs to two
-        sequences.
+      block_table_BX: int32 `[B, X]`, page of positions `[x * Z, (x + 1) * Z)`. The first entry
+        that is not a page of the pool, such as P or -1, ends the sequence's pages. No page belongs
+        to two sequences.
       start_B: int32 `[B]`; -1 makes the first token a placeholder.
       ancestors_BT2: int32 `[B, T, 2]` for at most 64 new tokens, see `pack_ancestors`; None for a
         chain.
