@@ -375,7 +375,7 @@ def test_env(command):
     for operation in ("attention", "verification"):
         assert re.search(
             rf"^{operation} +xla\n +Not mosaic_gpu: requires an NVIDIA GPU of compute capability "
-            r"9.0 \(Hopper\), and JAX runs on 'cpu'\.$",
+            r"9.0 \(Hopper\), but JAX runs on 'cpu'\.$",
             outcome.out,
             re.MULTILINE,
         )
