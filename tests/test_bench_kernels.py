@@ -62,12 +62,11 @@ class TestRefusals:
     def test_words_that_are_no_command(self, command):
         check_refused(
             command("bench", "kernel", "--target=x"),
-            "'bench kernel' does not exist",
+            "unknown command 'bench kernel'; choose from",
             "bench kernels",
         )
-        check_refused(
-            command("kernels"), "'kernels' does not exist", "bench decode", "bench kernels"
-        )
+        outcome = command("kernels")
+        check_refused(outcome, "unknown command 'kernels'", "bench decode", "bench kernels")
 
     @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX has the interpreter")
     def test_tiny_without_an_interpreter(self, command, tmp_path):

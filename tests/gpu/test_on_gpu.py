@@ -88,8 +88,8 @@ class TestPasses:
         ("V", "dtype", "valid"),
         [(2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)],
     )
-    def test_draws(self, V, dtype, valid):
-        passes.Round(passes.product(IMPLEMENTATION), V, dtype=dtype, valid=valid).check_draws()
+    def test_samples(self, V, dtype, valid):
+        passes.Round(passes.product(IMPLEMENTATION), V, dtype=dtype, valid=valid).check_samples()
 
     @pytest.mark.parametrize(
         ("V", "dtype", "guess", "seed"),

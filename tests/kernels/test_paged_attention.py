@@ -52,7 +52,7 @@ class TestEveryImplementation:
 
     def test_a_sequence_without_pages_gives_zeros_and_disturbs_nobody(self, implementation):
         case = Case([6, 9, 3], 2, G=6, K=1, H=64, Z=16, X=1, dtype="bfloat16")
-        case.block_table_BX[1] = -1  # would read the last page where nobody looks out
+        case.block_table_BX[1] = -1  # would read the last page if the id were not checked
         case.k_pool[-1], case.v_pool[-1] = 1, 1
         out_BTNH = case.run(implementation)
         assert (out_BTNH[1] == 0).all()

@@ -50,8 +50,8 @@ class TestPasses:
         ("V", "dtype", "valid"),
         [(2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)],
     )
-    def test_draws(self, passes, V, dtype, valid):
-        Round(passes, V, dtype=dtype, valid=valid).check_draws()
+    def test_samples(self, passes, V, dtype, valid):
+        Round(passes, V, dtype=dtype, valid=valid).check_samples()
 
     @pytest.mark.parametrize(
         ("V", "dtype", "draft_dtype", "guess", "seed"),
@@ -79,7 +79,7 @@ class TestPasses:
             5
         }
 
-    def test_without_temperature_the_first_of_the_largest_is_drawn(self, passes):
+    def test_without_temperature_the_first_of_the_largest_is_taken(self, passes):
         logits_BTV = np.zeros((2, 2, 4500), np.float32)
         logits_BTV[0, 0, [7, 8, 3000]] = logits_BTV[0, 1, [2100, 2300]] = 5
         logits_BTV[1, 0, 4400:] = logits_BTV[1, 1, 2047:2049] = 2
@@ -124,7 +124,7 @@ class TestPasses:
         np.testing.assert_array_equal(joined.largest, whole.largest)
         np.testing.assert_allclose(joined.total, whole.total, rtol=2e-6)
 
-    def test_nothing_left_of_the_residual_draws_from_the_target(self, passes):
+    def test_without_a_residual_the_target_is_sampled(self, passes):
         """p = q in exact arithmetic; u = 1 - 2^-24 rejects the draft only through rounding, and the
         distribution stays p."""
         logits_BTV = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 300)), jnp.float32)
@@ -141,8 +141,8 @@ class TestPasses:
             num_valid=300,
         )
         assert not race.mass.any()
-        own_B1, _ = passes.sample(logits_BTV[:, :1], temperature_B, None, key_BT2[:, :1])
-        np.testing.assert_array_equal(race.target_token, own_B1[:, 0])
+        recovered_B1, _ = passes.sample(logits_BTV[:, :1], temperature_B, None, key_BT2[:, :1])
+        np.testing.assert_array_equal(race.target_token, recovered_B1[:, 0])
 
 
 COLLECTIVE = re.compile(
@@ -223,8 +223,8 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
     """In a kernel they would read what lies elsewhere."""
     case = Round(product("xla"), 64)
     B = case.shape[0]
-    _, target = case.draw(keys=False)
-    draft_BM, q = case.draw(draft=True)
+    _, target = case.sample(keys=False)
+    draft_BM, q = case.sample(draft=True)
     distributions, temperature_B, key_B2 = apart(q), case.temperature_B, case.key_BT2[:, 0]
     if wrong == "draft_logits":
         last = distributions[-1]
@@ -321,10 +321,10 @@ class TestDistribution:
             jnp.zeros((4096, 1)),
             key_DT2,
         )
-        own_D1, _ = passes.sample(
+        recovered_D1, _ = passes.sample(
             jnp.log(jnp.tile(p_V, (4096, 1, 1))), jnp.ones(4096), None, key_DT2[:, :1]
         )
-        np.testing.assert_array_equal(token_D, own_D1[:, 0])
+        np.testing.assert_array_equal(token_D, recovered_D1[:, 0])
 
     def test_a_guess_outside_the_vocabulary_is_rejected_and_leaves_the_targets_distribution(self):
         """A prompt may hold ids that the target must not emit, and prompt lookup repeats them."""
@@ -382,7 +382,7 @@ def test_on_a_cpu_noise_is_worked_out_once():
     """And kept: were it worked out in each of the reductions that find the winner, it might be
     rounded differently."""
 
-    def draw(logits_RV, key_R2):
+    def sample(logits_RV, key_R2):
         return xla.sample_pass(
             logits_RV, jnp.ones(8), jnp.full(8, -jnp.inf), key_R2, jnp.int32(0), 4096
         ).token
@@ -391,7 +391,7 @@ def test_on_a_cpu_noise_is_worked_out_once():
         jax.ShapeDtypeStruct((8, 4096), jnp.float32),
         jax.ShapeDtypeStruct((8, 2), jnp.int32),
     )
-    text = jax.jit(draw).lower(*arguments).compile().as_text()
+    text = jax.jit(sample).lower(*arguments).compile().as_text()
     computations = [
         part for part in text.split("\n\n") if " shift-left(" in part and "[8,4096]" in part
     ]

@@ -110,7 +110,7 @@ class Round:
         logits_V = np.where(np.arange(len(logits_V)) < self.valid, logits_V, -np.inf)
         return softmax(logits_V, self.temperature_B[b], self.threshold_BT[b, t])
 
-    def draw(self, draft=False, keys=True):
+    def sample(self, draft=False, keys=True):
         arrays = (
             (self.draft_logits_BMV, self.threshold_BM, self.draft_key_BM2)
             if draft
@@ -125,13 +125,13 @@ class Round:
         if (
             self.guess
         ):  # what prompt lookup does: likely tokens, and now and then one that cannot come
-            draft_BM, draft_distribution = self.draw(draft=True, keys=False)[0], None
+            draft_BM, draft_distribution = self.sample(draft=True, keys=False)[0], None
             draft_BM = draft_BM.at[0, 0].set(self.valid)
         else:
-            draft_BM, distribution = self.draw(draft=True)
+            draft_BM, distribution = self.sample(draft=True)
             draft_distribution = apart(distribution)
-        argmax_BT, distribution = self.draw(keys=False)
-        accepted_B, own_B = self.passes.reject(
+        argmax_BT, distribution = self.sample(keys=False)
+        accepted_B, recovered_B = self.passes.reject(
             distribution,
             argmax_BT,
             draft_BM,
@@ -142,10 +142,10 @@ class Round:
             self.key_BT2,
             num_valid=self.valid,
         )
-        return np.asarray(draft_BM), np.asarray(accepted_B), np.asarray(own_B)
+        return np.asarray(draft_BM), np.asarray(accepted_B), np.asarray(recovered_B)
 
-    def check_draws(self):
-        drawn_BT, distribution = self.draw()
+    def check_samples(self):
+        sampled_BT, distribution = self.sample()
         B, K, _ = self.shape
         clear = 0
         for b, t in itertools.product(range(B), range(K + 1)):
@@ -155,8 +155,8 @@ class Round:
                 if self.temperature_B[b]
                 else (np.argmax(probs_V), True)
             )
-            assert not sure or drawn_BT[b, t] == token
-            assert probs_V[drawn_BT[b, t]] > 0
+            assert not sure or sampled_BT[b, t] == token
+            assert probs_V[sampled_BT[b, t]] > 0
             clear += sure
             if self.temperature_B[b]:  # the distribution as it is handed on
                 logit = np.float64(self.logits_BTV[b, t, token])
@@ -167,12 +167,12 @@ class Round:
                     weight / np.float64(distribution.total_BT[b, t]), probs_V[token], rtol=2e-6
                 )
         assert clear >= B * (K + 1) - 1
-        assert len(np.unique(drawn_BT)) > 3
+        assert len(np.unique(sampled_BT)) > 3
 
     def check_rejection(self):
         """Decisions and tokens are the reference's, but for uniforms and races within rounding of a
         tie."""
-        draft_BM, accepted_B, own_B = self.reject()
+        draft_BM, accepted_B, recovered_B = self.reject()
         B, K, V = self.shape
         for b in range(B):
             p = [self.distribution(b, t) for t in range(K + 1)]
@@ -202,7 +202,7 @@ class Round:
                 if self.temperature_B[b]
                 else (np.argmax(p[n]), True)
             )
-            assert sure and own_B[b] == token
+            assert sure and recovered_B[b] == token
         assert len(np.unique(accepted_B)) > 2
 
 
@@ -276,12 +276,13 @@ class Acceptance:
         )
 
     def residual(self, n_D):
-        """The distribution that the next token is drawn from after n accepted drafts, `[D, V]`: one
-        shard per token, whose mass is the weight that the pass gave to that token."""
+        """Returns the distribution of the token after n accepted drafts, `[D, V]`.
+
+        Each token is a shard, whose mass is the weight that the pass gave to the token.
+        """
         n_D = jnp.asarray(n_D)
-        guess_D = jnp.take_along_axis(self.draft_DM, jnp.minimum(n_D, self.T - 2)[:, None], axis=1)[
-            :, 0
-        ]
+        last_D1 = jnp.minimum(n_D, self.T - 2)[:, None]
+        guess_D = jnp.take_along_axis(self.draft_DM, last_D1, axis=1)[:, 0]
 
         def shard(distribution, v):
             return distribution._replace(logits_BTV=distribution.logits_BTV[..., v : v + 1])
@@ -306,10 +307,10 @@ class Acceptance:
                 )
             )
         mass_DV = np.stack([np.asarray(race.mass, np.float64) for race in races], axis=1)
-        own_DV = np.stack([race.target_best for race in races], axis=1) * np.asarray(
+        recovered_DV = np.stack([race.target_best for race in races], axis=1) * np.asarray(
             EXPONENTIAL(jnp.int32(0), jnp.int32(0), jnp.arange(self.V, dtype=jnp.int32))
         )
-        return np.where(mass_DV.sum(1, keepdims=True) > 0, mass_DV, own_DV)
+        return np.where(mass_DV.sum(1, keepdims=True) > 0, mass_DV, recovered_DV)
 
     def probabilities(self):
         """Probability that draft i is accepted if those before it are, float64 `[D, K]`.
@@ -382,11 +383,11 @@ def emitted_distribution(passes, p, q, V, K, count):
             )
             if weight < 1e-12:
                 continue
-            own_V = residual_DV[d] / residual_DV[d].sum()
+            recovered_V = residual_DV[d] / residual_DV[d].sum()
             for rest in itertools.product(range(V), repeat=K + 1 - n):
                 text = draft[:n] + rest
                 follow = np.prod([np.float64(p[text[:i]][text[i]]) for i in range(n + 1, K + 1)])
-                distribution[text] += weight * own_V[rest[0]] * follow
+                distribution[text] += weight * recovered_V[rest[0]] * follow
     return distribution
 
 
