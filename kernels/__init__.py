@@ -1,2 +1,4 @@
-"""Custom operations with one implementation per backend. Imports jax only, never the rest of
-specjax."""
+"""Custom operations with one implementation per backend.
+
+Imports jax only, not the rest of specjax.
+"""

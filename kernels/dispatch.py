@@ -1,17 +1,21 @@
-"""Which implementation of an operation runs: the Mosaic GPU kernel or plain jax.numpy (`xla`), and
-why."""
+"""Chooses which implementation of an operation runs.
+
+mosaic_gpu  the Pallas kernels for Mosaic GPU
+xla         plain jax.numpy, on any device
+interpret   the Mosaic GPU kernels in Pallas' interpreter, on a CPU: slow, for tests
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
 
 import jax
 
-IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "xla", "interpret")
 HOPPER = (9, 0)
 H100_PROCESSORS = 132
 
@@ -19,62 +23,82 @@ _compiling_for = contextvars.ContextVar("compiling_for", default=None)
 
 
 def choose(implementation: str | None, unsupported: str | None = None) -> str:
-    """The implementation to run: `implementation` itself, or the best one for this machine where it
-    is None.
+    """Returns the implementation to run: the given one, or the best one for this machine.
 
     Args:
       implementation: one of `IMPLEMENTATIONS`, or None for "mosaic_gpu" where it can run and "xla"
-        elsewhere.
-      unsupported: why the Mosaic GPU kernel cannot do this call; None where it can.
+        elsewhere. An explicit choice is never replaced by another.
+      unsupported: why the Mosaic GPU kernel cannot run this call; None where it can.
 
     Raises:
-      ValueError: a name that does not exist, or "mosaic_gpu" where it cannot run. An explicit wish
-        is never replaced by something else.
+      ValueError: for an unknown name, or an explicit choice that cannot run.
     """
     if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation {implementation!r} does not exist; there is: {', '.join(IMPLEMENTATIONS)}"
-        )
+        choices = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"unknown implementation {implementation!r}; choose from {choices}")
     if implementation == "xla":
         return "xla"
-    reason = missing_gpu() or unsupported
-    if implementation == "mosaic_gpu" and reason:
-        raise ValueError(f"implementation 'mosaic_gpu' cannot run here: {reason}")
+    missing = missing_interpreter() if implementation == "interpret" else missing_gpu()
+    reason = missing or unsupported
+    if implementation and reason:
+        raise ValueError(f"implementation {implementation!r} cannot run here: {reason}")
+    if implementation == "interpret":
+        return "interpret"
     return "xla" if reason else "mosaic_gpu"
 
 
-def module(package: str, implementation: str) -> ModuleType:
-    """The module of an operation's package that is called like the implementation, imported when it
-    is first chosen: importing Pallas for GPUs takes a third of a second, which nobody on a CPU
-    should wait for."""
-    return importlib.import_module(f"{package}.{implementation}")
+def function(package: str, name: str, implementation: str) -> Callable:
+    """Returns the function of this name from the module of an implementation.
+
+    The module is imported when it is first chosen: importing Pallas for GPUs takes a third of a
+    second, which no one on a CPU should have to wait for.
+
+    Args:
+      package: of the operation; its modules are named like the implementations, and "interpret" is
+        the function in "mosaic_gpu" with the argument `interpret`.
+      name: of the function.
+      implementation: what `choose` returned.
+    """
+    is_interpreted = implementation == "interpret"
+    module_name = "mosaic_gpu" if is_interpreted else implementation
+    module = importlib.import_module(f"{package}.{module_name}")
+    found = getattr(module, name)
+    if not is_interpreted:
+        return found
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return functools.partial(found, interpret=plgpu.InterpretGPUParams())
 
 
 def missing_gpu() -> str | None:
-    """Why no Mosaic GPU kernel of ours can run on JAX's default device; None where they can.
+    """Returns why no Mosaic GPU kernel can run on JAX's default device; None where they can.
 
     The kernels use instructions of the Hopper generation (wgmma) that neither earlier nor later
     GPUs have.
     """
     capability = _compiling_for.get() or _capability()
+    if capability == HOPPER:
+        return None
+    required = "requires an NVIDIA GPU of compute capability 9.0 (Hopper)"
     if capability is None:
-        return f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper), and JAX runs on {jax.default_backend()!r}"
-    if capability != HOPPER:
-        return (
-            "it needs an NVIDIA GPU of compute capability 9.0 (Hopper), and this one has "
-            f"{capability[0]}.{capability[1]}"
-        )
-    return None
+        return f"{required}, but JAX runs on {jax.default_backend()!r}"
+    return f"{required}, got {capability[0]}.{capability[1]}"
+
+
+def missing_interpreter() -> str | None:
+    """Returns why Pallas' interpreter cannot run Mosaic GPU kernels; None where it can."""
+    if jax.__version_info__ >= (0, 11):
+        return None
+    return f"requires jax 0.11 or newer for Pallas' GPU interpreter, got {jax.__version__}"
 
 
 @contextlib.contextmanager
 def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Chooses as if JAX's default device were a GPU of this compute capability: to compile for one
-    that is absent.
+    """Chooses as if JAX's default device were a GPU of this compute capability.
 
-    It counts while functions are traced. One traced before, under another choice, is not traced
-      again by itself: pass
-    the implementation explicitly, which is a static argument.
+    This is for compiling for an absent GPU. It has effect while functions are traced. A function
+    that was traced before, under another choice, is not traced again by itself: pass the
+    implementation explicitly, which is a static argument.
     """
     token = _compiling_for.set(capability)
     try:
@@ -84,7 +108,7 @@ def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def num_processors() -> int:
-    """Streaming multiprocessors of JAX's default device; those of an H100 where that is no GPU."""
+    """Returns the streaming multiprocessors of JAX's default device; of an H100 if it is no GPU."""
     return getattr(_device(), "core_count", None) or H100_PROCESSORS
 
 
@@ -96,9 +120,9 @@ def _device() -> jax.Device:
 
 
 def _capability() -> tuple[int, int] | None:
-    """Compute capability of the default device, None where that is no NVIDIA GPU."""
+    """Returns the compute capability of the default device, None where it is no NVIDIA GPU."""
     device = _device()
-    version = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD devices say "gfx..."
+    version = str(getattr(device, "compute_capability", ""))  # "9.0"; AMD devices have "gfx..."
     if device.platform != "gpu" or not version[:1].isdigit():
         return None
     major, _, minor = version.partition(".")

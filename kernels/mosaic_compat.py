@@ -1,4 +1,4 @@
-"""What Pallas for Mosaic GPU calls differently in the versions of JAX that SpecJAX runs on."""
+"""Names of Pallas for Mosaic GPU that differ between the supported versions of JAX."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def load(ref, index, *, layout, optimized: bool = False):
-    """`ref[index]` in the given register layout.
+    """Returns `ref[index]` in the given register layout.
 
     Args:
       ref: a reference to shared or global memory.
-      index: what one would write between brackets, a tuple where there are several.
+      index: what stands between brackets, a tuple where there are several.
       layout: a `plgpu.Layout`, or a layout that was derived from one.
-      optimized: whether to demand the fastest way to load, which not every pair of layouts has.
+      optimized: whether to require the fastest way to load, which not every pair of layouts has.
     """
     if jax.__version_info__ < (0, 11):
         return plgpu.load(ref, index, layout=layout, optimized=optimized)

@@ -11,16 +11,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax.cli import bench_kernels
-from specjax.kernels.gpu import bench
+from specjax.kernels import dispatch
+from specjax.kernels.gpu import bench, check
 from specjax.kernels.paged_attention import mosaic_gpu as attention_kernel
-from specjax.kernels.sampling import mosaic_gpu as verify_kernel
+from specjax.kernels.sampling import mosaic_gpu as sampling_kernel
 from support.cli import check_refused
 
 ROOT = pathlib.Path(__file__).parents[1]
 needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="JAX before 0.11 (that is, on Python 3.11) has no interpreter for Mosaic GPU kernels",
+    dispatch.missing_interpreter() is not None, reason=str(dispatch.missing_interpreter())
 )
 
 
@@ -29,8 +28,8 @@ class TestRefusals:
         outcome = command("bench", "kernels", f"--output={tmp_path / 'new.json'}")
         check_refused(
             outcome,
-            "the kernels cannot run here: it needs an NVIDIA GPU of compute capability 9.0 "
-            "(Hopper), and JAX runs on 'cpu'",
+            "the kernels cannot run here: requires an NVIDIA GPU of compute capability 9.0 "
+            "(Hopper), but JAX runs on 'cpu'",
         )
         assert not list(tmp_path.iterdir())
 
@@ -63,18 +62,17 @@ class TestRefusals:
     def test_words_that_are_no_command(self, command):
         check_refused(
             command("bench", "kernel", "--target=x"),
-            "'bench kernel' does not exist",
+            "unknown command 'bench kernel'; choose from",
             "bench kernels",
         )
-        check_refused(
-            command("kernels"), "'kernels' does not exist", "bench decode", "bench kernels"
-        )
+        outcome = command("kernels")
+        check_refused(outcome, "unknown command 'kernels'", "bench decode", "bench kernels")
 
     @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX has the interpreter")
     def test_tiny_without_an_interpreter(self, command, tmp_path):
         outcome = command("bench", "kernels", f"--output={tmp_path / 'new.json'}", "--tiny")
         check_refused(
-            outcome, "the interpreter for Mosaic GPU kernels comes with jax 0.11", jax.__version__
+            outcome, "'interpret' cannot run here: requires jax 0.11 or newer", jax.__version__
         )
 
 
@@ -99,14 +97,17 @@ def test_tiny(command, tmp_path):
         and result["device"] == "cpu"
         and result["interpreted"]
     )
-    assert len(result["checks"]) == 2 and result["failures"] == []
+    assert len(result["checks"]) == 6 and result["failures"] == []
     assert result["copy_bytes_per_second"] > 0 and result["fixed_seconds"] > 0
     rows = {(row["operation"], row["case"]): row for row in result["rows"]}
     assert list(rows) == [
         ("attention", "B=1 context=64 T=1"),
         ("attention", "B=1 context=128 T=3 tree"),
-        ("draw", "B=1 K=2 V=256 bfloat16"),
-        ("reject", "B=1 K=2 V=256 bfloat16"),
+        ("sample_pass", "B=1 M=2 V=256 bfloat16 with noise"),
+        ("residual_pass", "B=1 M=2 V=256 bfloat16 sampled drafts"),
+        ("sample_pass", "B=1 M=2 V=256 bfloat16 without noise"),
+        ("residual_pass", "B=1 M=2 V=256 bfloat16 one-hot drafts"),
+        ("residual_pass", "B=1 M=2 V=256 bfloat16 mixed drafts"),
     ]
     for row in rows.values():
         assert set(row) == {
@@ -127,9 +128,11 @@ def test_tiny(command, tmp_path):
         )
         assert row["case"] in outcome.out
     sizes = [row["bytes"] for row in rows.values()]
-    assert sizes == [(64 + 2) * 256, (128 + 3 * 2) * 256, 3 * 256 * 2, 2 * 256 * 2]
+    rows_of_logits = [3, 2, 3, 1, 2]
+    passes = [count * 256 * 2 for count in rows_of_logits]
+    assert sizes == [(64 + 2) * 256, (128 + 3 * 2) * 256, *passes]
     assert set(rows["attention", "B=1 context=64 T=1"]["skipped"]) == {"jax"}
-    assert "2 checks, 0 failures" in outcome.out
+    assert "6 checks, 0 failures" in outcome.out
 
 
 @needs_interpreter
@@ -138,64 +141,69 @@ class TestBrokenKernelsAreFound:
 
     def test_attention(self, command, tmp_path, monkeypatch):
         right = attention_kernel.paged_attention
-        monkeypatch.setattr(
-            attention_kernel,
-            "paged_attention",
-            lambda *args, **kwargs: jnp.roll(right(*args, **kwargs), 1, axis=3),
-        )
-        self.check(
-            command,
-            tmp_path,
-            monkeypatch,
-            "attention, tree of 4 after (-1, 70)",
-            "of the outputs are wrong",
-        )
 
-    def test_draws(self, command, tmp_path, monkeypatch):
-        right = verify_kernel.scan
-        monkeypatch.setattr(
-            verify_kernel,
-            "scan",
-            lambda *args, **kwargs: (scan := right(*args, **kwargs))._replace(token=scan.token + 1),
-        )
-        self.check(
-            command, tmp_path, monkeypatch, "verification, V=300, bfloat16", "drawn tokens: "
-        )
+        def shifted(*args, **kwargs):
+            return jnp.roll(right(*args, **kwargs), 1, axis=3)
 
-    def test_residuals(self, command, tmp_path, monkeypatch):
-        right = verify_kernel.residual
-        monkeypatch.setattr(
-            verify_kernel,
-            "residual",
-            lambda *args, **kwargs: (race := right(*args, **kwargs))._replace(
-                token=race.target_token
-            ),
-        )
-        self.check(
-            command,
-            tmp_path,
-            monkeypatch,
-            "verification, V=300, bfloat16",
-            "tokens after the accepted",
-        )
+        monkeypatch.setattr(attention_kernel, "paged_attention", shifted)
+        failures = self.failures(command, tmp_path, monkeypatch, check_vocab_sizes=())
+        assert len(failures) == 1
+        assert failures[0].startswith("attention, tree of 4 after (-1, 70)")
+        assert "of the outputs are wrong" in failures[0]
+
+    def test_sampled_tokens(self, command, tmp_path, monkeypatch):
+        right = sampling_kernel.sample_pass
+
+        def shifted(*args, **kwargs):
+            stats = right(*args, **kwargs)
+            return stats._replace(token=stats.token + 1)
+
+        monkeypatch.setattr(sampling_kernel, "sample_pass", shifted)
+        failures = self.failures(command, tmp_path, monkeypatch, check_works=())
+        for name, failure in zip(("with noise", "without noise"), failures, strict=True):
+            assert failure.startswith(f"sample_pass, {name}, V=300, bfloat16: sampled tokens: ")
+
+    def test_residuals_without_subtraction(self, command, tmp_path, monkeypatch):
+        right = sampling_kernel.residual_pass
+
+        def of_target(*args, **kwargs):
+            sample = right(*args, **kwargs)
+            return sample._replace(token=sample.target_token)
+
+        monkeypatch.setattr(sampling_kernel, "residual_pass", of_target)
+        self.check_residuals(command, tmp_path, monkeypatch, "tokens of the residual: ")
+
+    def test_residuals_of_one_kind_of_rows(self, command, tmp_path, monkeypatch):
+        """Mixed rows whose distribution q is always the sampled one."""
+        right = sampling_kernel.residual_pass
+
+        def sampled(target, distributions, draft_B, sampled_B, *args, **kwargs):
+            return right(target, distributions, draft_B, None, *args, **kwargs)
+
+        monkeypatch.setattr(sampling_kernel, "residual_pass", sampled)
+        failures = self.failures(command, tmp_path, monkeypatch, check_works=())
+        assert failures
+        for failure in failures:
+            assert failure.startswith("residual_pass, mixed drafts, V=300, bfloat16: ")
+
+    def check_residuals(self, command, tmp_path, monkeypatch, problem):
+        failures = self.failures(command, tmp_path, monkeypatch, check_works=())
+        assert len(failures) == len(check.DRAFTS)
+        for drafts, failure in zip(check.DRAFTS, failures, strict=True):
+            assert failure.startswith(f"residual_pass, {drafts} drafts, V=300, bfloat16: {problem}")
 
     @staticmethod
-    def check(command, tmp_path, monkeypatch, name, problem):
-        sizes = bench.TINY._replace(
-            check_works=bench.TINY.check_works if name.startswith("attention") else (),
-            check_vocab_sizes=() if name.startswith("attention") else ((300, "bfloat16"),),
-        )
-        monkeypatch.setattr(
-            bench_kernels.bench, "TINY", sizes
-        )  # only what is about this kernel: it takes its time
+    def failures(command, tmp_path, monkeypatch, **sizes):
+        """Failures of a tiny run; `sizes` leaves out checks of other kernels, which take time."""
+        monkeypatch.setattr(bench, "TINY", bench.TINY._replace(**sizes))
         output = tmp_path / "figures.json"
         outcome = command("bench", "kernels", f"--output={output}", "--tiny")
         assert outcome.code == 1
         result = json.loads(output.read_text())
-        assert result["rows"] == [] and result["failures"]
-        assert all(failure.startswith(name) for failure in result["failures"])
-        assert any(problem in failure for failure in result["failures"])
-        assert f"specjax: failed: {name}" in outcome.err
+        assert result["rows"] == []
+        for failure in result["failures"]:
+            assert f"specjax: failed: {failure}" in outcome.err
+        return result["failures"]
 
 
 class TestGPU:
@@ -233,6 +241,6 @@ class TestGPU:
         assert done.returncode == 1, done.stdout
         assert (
             "2 errors" in done.stdout
-            and "it needs an NVIDIA GPU of compute capability 9.0" in done.stdout
+            and "requires an NVIDIA GPU of compute capability 9.0" in done.stdout
         )
         assert not re.search(r"\d passed", done.stdout)

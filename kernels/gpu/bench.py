@@ -1,19 +1,17 @@
-"""Our kernels on the GPU that is here: are they right, and how near do they come to what its memory
-can do?
+"""Benchmark of the kernels: whether they are right, and how near they come to the memory's rate.
 
-Right: `check` compares each kernel with the reference.
+`check` compares each kernel with the reference. Nothing is measured if a kernel is wrong.
 
-Fast: `seconds_per_call` takes the time of a chain of calls within one compiled program, each of
-which needs what the one before it gave, so that they run one after the other on the device, without
-the host. A rate is the bytes that must be moved at least, each once, over that time; it is seen
-beside the rate at which the same card, in the same run, reads and writes one large array. Calls
-take turns with as many different inputs (pages, logits) as it takes to be twice the size of the L2
-cache, up to a limit. Where that is not enough the row says so: part of its bytes come from L2.
+`seconds_per_call` measures a chain of calls within one compiled program. Each call needs the result
+of the one before, so that they run one after the other on the device, without the host. A rate is
+the bytes that must be moved at least, each once, over that time. The roofline is the rate at which
+the same card, in the same run, reads and writes one large array. Calls alternate between as many
+inputs (pages, logits) as it takes to be twice the size of the L2 cache, up to a limit. Where that
+is not enough the row is marked: part of its bytes come from L2.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,43 +20,62 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from specjax.kernels import dispatch
-from specjax.kernels import sampling as verify
 from specjax.kernels.gpu import check
-from specjax.kernels.paged_attention import mosaic_gpu as attention_kernel
 from specjax.kernels.paged_attention import paged_attention
-from specjax.kernels.sampling import mosaic_gpu as verify_kernel
+from specjax.kernels.sampling import residual_pass, sample_pass
 
 L2_BYTES = 50 * 2**20  # of an H100 and an H200
+KERNEL = "mosaic_gpu"  # names the kernel's figures, also where the kernel is interpreted
 BASELINE = "jax"  # JAX's own op, beside our implementations
-FIXED_COST_GOAL = 8e-6  # seconds of a call for one token that sees
-FIXED_COST_CONTEXT = 64
+FIXED_COST_GOAL = 8e-6  # seconds of a call for one token with
+FIXED_COST_CONTEXT = 64  # positions to attend to
+ESTIMATED_RATE = 2e12  # bytes per second, to begin a measurement with
+
+# Passes over the vocabulary in the order of importance: operation, mode.
+PASSES = (
+    ("sample_pass", "with noise"),
+    ("residual_pass", "sampled drafts"),
+    ("sample_pass", "without noise"),
+    ("residual_pass", "one-hot drafts"),
+    ("residual_pass", "mixed drafts"),
+)
 
 
 class Sizes(NamedTuple):
-    """What is run."""
+    """What is run.
 
-    heads: tuple[int, int, int]  # N, K, H
+    Attributes:
+      heads: N, K and H of attention.
+      batches, contexts: of the rows; all combinations are measured.
+      works: new tokens per sequence T, and whether they are a tree.
+      vocab_size, num_drafts, logit_dtypes: of the passes over the vocabulary.
+      check_works: starts, T, whether a tree, dtype and heads of each check of attention; a start of
+        -1 makes the first token a placeholder.
+      check_vocab_sizes: V and dtype of each check of the passes.
+      max_inputs: the most inputs that calls alternate between.
+      copy_bytes: size of the array whose copy is the roofline.
+      measure_seconds, repeats: length and number of the measurements of one figure.
+    """
+
+    heads: tuple[int, int, int]
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    works: tuple[tuple[int, bool], ...]  # T, whether they are a tree
+    works: tuple[tuple[int, bool], ...]
     vocab_size: int
     num_drafts: int
     logit_dtypes: tuple[str, ...]
-    check_works: tuple  # (starts, T, tree, dtype, heads) of the checks of attention; a start of -1 is a placeholder
-    check_vocab_sizes: tuple  # (V, dtype) of those of verification
-    max_inputs: int  # that calls take turns with
+    check_works: tuple
+    check_vocab_sizes: tuple
+    max_inputs: int
     copy_bytes: int
-    measure_seconds: float  # length of one measurement, of which
-    repeats: int  # are made
+    measure_seconds: float
+    repeats: int
 
 
 LLAMA_3_8B, SMOLLM2 = (32, 8, 128), (9, 3, 64)
@@ -104,125 +121,137 @@ TINY = Sizes(
 
 @dataclasses.dataclass
 class Row:
-    """Figures of one operation on one size."""
+    """Figures of one operation on one size.
 
-    operation: str  # "attention", "draw" or "reject"
-    case: str  # what distinguishes it, in words
-    bytes: int  # that must be moved at least
-    in_l2: bool  # whether part of them comes from the L2 cache in these measurements
-    goal: float | None  # least share of the copy's rate that is wanted; None for none
-    seconds: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # of one call, by implementation
-    skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # why there is no such figure
+    Attributes:
+      operation: "attention", "sample_pass" or "residual_pass".
+      case: its size and mode, in words.
+      bytes: how many must be moved at least.
+      in_l2: whether part of them comes from the L2 cache in these measurements.
+      goal: least share of the roofline that is wanted; None for none.
+      seconds: of one call, by implementation.
+      skipped: why an implementation has no figure.
+    """
+
+    operation: str
+    case: str
+    bytes: int
+    in_l2: bool
+    goal: float | None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Report:
-    """What came of it."""
+    """Results of checks and measurements.
 
-    checks: list[str] = dataclasses.field(default_factory=list)  # names of those that were made
-    failures: list[str] = dataclasses.field(
-        default_factory=list
-    )  # what is wrong, after the name of the check or row
-    copy_bytes_per_second: float | None = (
-        None  # read and written bytes added; None where a check failed
-    )
+    Attributes:
+      checks: names of the checks that were made.
+      failures: what is wrong, after the name of the check or row.
+      copy_bytes_per_second: the roofline, read and written bytes added; None if a check failed.
+      rows: of figures.
+      seconds: how long everything took.
+    """
+
+    checks: list[str] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    copy_bytes_per_second: float | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0  # that all of it took
+    seconds: float = 0.0
 
     @property
     def fixed_seconds(self) -> float | None:
-        """Of a call of attention with next to nothing to do: the first row is that."""
-        return self.rows[0].seconds.get("mosaic_gpu") if self.rows else None
+        """Seconds of a call of attention with next to nothing to do, which is the first row."""
+        return self.rows[0].seconds.get(KERNEL) if self.rows else None
 
-    def share(self, row: Row, implementation: str = "mosaic_gpu") -> float | None:
-        """Of the copy's rate; None where there is no figure."""
+    def share(self, row: Row, implementation: str = KERNEL) -> float | None:
+        """Returns the share of the roofline that a row reaches; None where there is no figure."""
         seconds = row.seconds.get(implementation)
         return seconds and row.bytes / seconds / self.copy_bytes_per_second
 
 
-def run(sizes: Sizes, *, page_size: int, budget_seconds: float) -> Report:
-    """Checks, then measures in the order of importance until the time is up; says in the rows what
-    it left out."""
+class Measurement(NamedTuple):
+    """A row to fill in, and what measures it: seconds of a call by implementation."""
+
+    row: Row
+    seconds: Callable[[str], float]
+
+
+def run(
+    sizes: Sizes, *, page_size: int, budget_seconds: float, implementation: str = KERNEL
+) -> Report:
+    """Checks the kernels, then measures in the order of importance until the time is up.
+
+    Args:
+      sizes: what is run.
+      page_size: of attention.
+      budget_seconds: rows that are not begun by then are skipped, and list why.
+      implementation: of the kernels, "mosaic_gpu" or "interpret".
+    """
     start, report = time.monotonic(), Report()
-    for name, problems in checks(sizes, page_size):
+    for name, problems in checks(sizes, page_size, implementation):
         report.checks.append(name)
         try:
-            report.failures += [f"{name}: {problem}" for problem in problems()]
-        except (
-            Exception
-        ) as error:  # whatever a kernel does wrong, the check that it does it in is to be named
-            report.failures.append(f"{name}: {_in_short(error)}")
+            found = problems()
+        except Exception as error:  # whatever a kernel does wrong is a failure of this check
+            found = [_in_short(error)]
+        report.failures += [f"{name}: {problem}" for problem in found]
     if not report.failures:
-        _measure(report, sizes, page_size, start + budget_seconds)
+        report.copy_bytes_per_second = _copy_rate(sizes)
+        measurements = [
+            *_attention_measurements(sizes, page_size, implementation),
+            *_pass_measurements(sizes, implementation),
+        ]
+        report.rows = [measurement.row for measurement in measurements]
+        report.failures += _measure(measurements, start + budget_seconds)
     report.seconds = time.monotonic() - start
     return report
 
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Within it the kernels run in Pallas' interpreter, on a CPU, through the same public
-    functions.
-
-    It counts while functions are traced. Raises NotImplementedError where this JAX has no such
-    interpreter.
-    """
-    if jax.__version_info__ < (0, 11):
-        raise NotImplementedError(
-            "the interpreter for Mosaic GPU kernels comes with jax 0.11, and this is "
-            f"{jax.__version__}"
-        )
-    options = dict(interpret=plgpu.InterpretGPUParams())
-    attention = functools.partial(attention_kernel.paged_attention, **options)
-    passes = {
-        name: functools.partial(getattr(verify_kernel, name), **options)
-        for name in ("sample_pass", "residual_pass")
-    }
-    with (
-        dispatch.compiling_for(dispatch.HOPPER),
-        mock.patch.object(attention_kernel, "paged_attention", attention),
-        mock.patch.multiple(verify_kernel, **passes),
-    ):
-        yield
-
-
-def checks(sizes: Sizes, page_size: int) -> Iterator[tuple[str, Callable[[], list[str]]]]:
-    """Names of checks, and functions that return what is wrong, in words."""
-    for starts, T, tree, dtype, heads in sizes.check_works:
+def checks(
+    sizes: Sizes, page_size: int, implementation: str = KERNEL
+) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """Yields names of checks, and functions that return what is wrong, in words."""
+    for starts, T, is_tree, dtype, heads in sizes.check_works:
         N, K, H = heads
-        name = f"attention, {'tree' if tree else 'chain'} of {T} after {starts}, N={N} K={K} H={H}, {dtype}"
-        yield (
-            name,
-            functools.partial(check.check_attention, starts, T, tree, dtype, heads, page_size),
-        )
+        work = f"{'tree' if is_tree else 'chain'} of {T} after {starts}"
+        name = f"attention, {work}, N={N} K={K} H={H}, {dtype}"
+        arguments = starts, T, is_tree, dtype, heads, page_size, implementation
+        yield name, functools.partial(check.check_attention, *arguments)
     for V, dtype in sizes.check_vocab_sizes:
-        yield (
-            f"verification, V={V}, {dtype}",
-            functools.partial(check.check_verification, V, sizes.num_drafts, dtype),
-        )
+        for with_noise in (True, False):
+            name = f"sample_pass, {'with' if with_noise else 'without'} noise, V={V}, {dtype}"
+            arguments = V, dtype, with_noise, implementation
+            yield name, functools.partial(check.check_sampling, *arguments)
+        for drafts in check.DRAFTS:
+            name = f"residual_pass, {drafts} drafts, V={V}, {dtype}"
+            arguments = V, sizes.num_drafts, drafts, dtype, implementation
+            yield name, functools.partial(check.check_residual, *arguments)
 
 
 def seconds_per_call(
-    step: Callable, carry, inputs: Sequence, sizes: Sizes, estimate: float, fixed: tuple = ()
+    step: Callable, carry, inputs: Sequence, sizes: Sizes, num_bytes: int, fixed: tuple = ()
 ) -> float:
-    """Seconds of `carry = step(carry, input, *fixed)` on the device, median of several
-    measurements.
+    """Returns the seconds of `carry = step(carry, input, *fixed)`, median of several measurements.
 
-    A compiled program runs the steps over all inputs, as often as makes about 2 ms of it, in a loop
-    with a number of turns that XLA knows (it would ask the device for any other after each). The
-    host starts it once and many times in
-    a row, and the difference counts: what it takes to start, and to notice the end, is in both.
+    A compiled program runs the steps over all inputs in a loop of about 2 ms, with a number of
+    turns that XLA knows (after each turn of any other loop it would ask the device). The host
+    starts the program once, and many times in a row; the difference counts. The time to start, and
+    to notice the end, is in both.
 
     Args:
       step: jitted, so that it is traced once. Every call must need the carry, or calls may overlap.
       carry: is donated.
-      inputs: pytrees of arrays that the calls take turns with.
-      sizes: for how long.
-      estimate: guess of the seconds, to begin with.
+      inputs: pytrees of arrays that the calls alternate between.
+      sizes: with the length and number of measurements.
+      num_bytes: that a call moves, to estimate the number of turns.
       fixed: pytrees of arrays that are the same for all calls.
     """
-    turns = int(np.clip(2e-3 / (estimate * len(inputs)), 1, 200)) if sizes.measure_seconds else 1
+    turns = 1
+    if sizes.measure_seconds:
+        estimate = 5e-6 + num_bytes / ESTIMATED_RATE
+        turns = int(np.clip(2e-3 / (estimate * len(inputs)), 1, 200))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def program(carry, inputs, fixed):
@@ -230,7 +259,8 @@ def seconds_per_call(
             for item in inputs:
                 # Behind the barrier an input is new each time: nothing that depends on it alone can
                 # leave the loop.
-                carry = step(*lax.optimization_barrier((carry, item)), *fixed)
+                carry, item = lax.optimization_barrier((carry, item))
+                carry = step(carry, item, *fixed)
             return carry
 
         return lax.fori_loop(0, turns, turn, carry)
@@ -246,165 +276,129 @@ def seconds_per_call(
     seconds(1)  # compiles
     many = 1 + int(np.clip(sizes.measure_seconds / seconds(1), 1, 500))
     spent = [(seconds(many) - seconds(1)) / (many - 1) for _ in range(sizes.repeats)]
-    return max(float(np.median(spent)), 1e-9) / (
-        turns * len(inputs)
-    )  # a tiny difference may come out negative
+    median = max(float(np.median(spent)), 1e-9)  # a tiny difference may come out negative
+    return median / (turns * len(inputs))
 
 
-def _measure(report: Report, sizes: Sizes, page_size: int, deadline: float) -> None:
-    copy = jnp.ones(sizes.copy_bytes // 4, jnp.int32)
-    report.copy_bytes_per_second = (
-        2
-        * copy.nbytes
-        / seconds_per_call(jax.jit(jnp.add), copy, [jnp.int32(1)], sizes, 2 * copy.nbytes / 2e12)
-    )
-    del copy
-    measures = []
+def _copy_rate(sizes: Sizes) -> float:
+    """Returns the bytes per second, read and written, at which one large array is copied."""
+    array = jnp.ones(sizes.copy_bytes // 4, jnp.int32)
+    num_bytes = 2 * array.nbytes
+    return num_bytes / seconds_per_call(jax.jit(jnp.add), array, [jnp.int32(1)], sizes, num_bytes)
 
-    def add(
-        operation: str, case: str, size: int, goal: float | None, measure: Callable, /, **options
-    ):
-        report.rows.append(Row(operation, case, size, _num_inputs(size, sizes)[1], goal))
-        measures.append(functools.partial(measure, **options))
 
-    attention, works = (
-        _Attention(sizes, page_size),
-        itertools.product(sizes.batches, sizes.contexts, sizes.works),
-    )
-    for B, context, (T, tree) in [(1, FIXED_COST_CONTEXT, (1, False)), *works]:
-        goal = (
-            None
-            if context < 8192
-            else 0.85
-            if B * sizes.heads[1] >= 64
-            else 0.7
-            if B == 1
-            else None
-        )
-        add(
-            "attention",
-            f"B={B} context={context} T={T}{' tree' if tree else ''}",
-            attention.bytes(B, context, T),
-            goal,
-            attention.measure,
-            B=B,
-            context=context,
-            T=T,
-            tree=tree,
-        )
-    K, V = sizes.num_drafts, sizes.vocab_size
-    for operation, B, dtype in itertools.product(
-        ("draw", "reject"), sizes.batches, sizes.logit_dtypes
-    ):
-        size = B * (K + 1 if operation == "draw" else 2) * V * jnp.dtype(dtype).itemsize
-        add(
-            operation,
-            f"B={B} K={K} V={V} {dtype}",
-            size,
-            0.8,
-            _measure_verification,
-            operation=operation,
-            B=B,
-            dtype=dtype,
-            size=size,
-            sizes=sizes,
-        )
-    for implementation in ("mosaic_gpu", "xla", BASELINE):  # our own first: time may be short
-        for row, measure in zip(report.rows, measures, strict=True):
-            if implementation == BASELINE and (
-                row.operation != "attention" or " T=1" not in row.case
-            ):
+def _measure(measurements: list[Measurement], deadline: float) -> list[str]:
+    """Fills in the rows until the deadline. Returns failures of the kernels."""
+    failures = []
+    for name in (KERNEL, "xla", BASELINE):  # our own first: time may be short
+        for row, seconds in measurements:
+            # JAX's own op is attention of one token.
+            if name == BASELINE and not (row.operation == "attention" and " T=1" in row.case):
                 continue
             if time.monotonic() > deadline:
-                row.skipped[implementation] = "no time left (--budget_seconds)"
+                row.skipped[name] = "no time left (--budget_seconds)"
                 continue
             try:
-                row.seconds[implementation] = measure(implementation)
+                row.seconds[name] = seconds(name)
             except Exception as error:
-                # What does not fit, and what is not ours, must not end the run; a kernel of ours
-                # that fails, fails it.
+                # What does not fit, and what is not ours, must not end the run. An error of our
+                # kernel makes the run fail.
                 reason = _in_short(error)
-                row.skipped[implementation] = (
-                    "out of memory" if "RESOURCE_EXHAUSTED" in reason else reason
-                )
-                if implementation == "mosaic_gpu" and "RESOURCE_EXHAUSTED" not in reason:
-                    report.failures.append(f"{row.operation}, {row.case}: {reason}")
+                is_memory = "RESOURCE_EXHAUSTED" in reason
+                row.skipped[name] = "out of memory" if is_memory else reason
+                if name == KERNEL and not is_memory:
+                    failures.append(f"{row.operation}, {row.case}: {reason}")
+    return failures
 
 
 def _in_short(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _num_inputs(size: int, sizes: Sizes) -> tuple[int, bool]:
-    """How many inputs of so many bytes to take turns with, and whether L2 still holds a part of
-    them."""
-    count = min(-(-2 * L2_BYTES // size), sizes.max_inputs)
-    return count, count * size < 2 * L2_BYTES
+def _num_inputs(num_bytes: int, sizes: Sizes) -> int:
+    """Returns how many inputs of this size calls alternate between."""
+    return min(-(-2 * L2_BYTES // num_bytes), sizes.max_inputs)
+
+
+def _row(operation: str, case: str, num_bytes: int, goal: float | None, sizes: Sizes) -> Row:
+    in_l2 = _num_inputs(num_bytes, sizes) * num_bytes < 2 * L2_BYTES
+    return Row(operation, case, num_bytes, in_l2, goal)
+
+
+def _attention_measurements(
+    sizes: Sizes, page_size: int, implementation: str
+) -> Iterator[Measurement]:
+    attention = _Attention(sizes, page_size, implementation)
+    works = itertools.product(sizes.batches, sizes.contexts, sizes.works)
+    for B, context, (T, is_tree) in [(1, FIXED_COST_CONTEXT, (1, False)), *works]:
+        case = f"B={B} context={context} T={T}{' tree' if is_tree else ''}"
+        goal = _attention_goal(B, sizes.heads[1], context)
+        row = _row("attention", case, attention.bytes(B, context, T), goal, sizes)
+        options = dict(B=B, context=context, T=T, is_tree=is_tree)
+        yield Measurement(row, functools.partial(attention.measure, **options))
+
+
+def _attention_goal(B: int, K: int, context: int) -> float | None:
+    if context < 8192:
+        return None
+    if B * K >= 64:
+        return 0.85
+    return 0.7 if B == 1 else None
 
 
 class _Attention:
     """Measures attention on one pair of pools that holds the largest case."""
 
-    def __init__(self, sizes: Sizes, page_size: int):
-        self.sizes, self.Z = sizes, page_size
+    def __init__(self, sizes: Sizes, page_size: int, implementation: str):
+        self.sizes, self.Z, self.implementation = sizes, page_size, implementation
         _, K, H = sizes.heads
-        shapes = [
-            (B, context) for B in sizes.batches for context in (FIXED_COST_CONTEXT, *sizes.contexts)
-        ]
-        P = max(
-            B * -(-context // page_size) * _num_inputs(self.bytes(B, context, 1), sizes)[0]
-            for B, context in shapes
-        )
+        self.P = 0
+        for B, context in itertools.product(sizes.batches, (FIXED_COST_CONTEXT, *sizes.contexts)):
+            num_inputs = _num_inputs(self.bytes(B, context, 1), sizes)
+            self.P = max(self.P, num_inputs * B * -(-context // page_size))
 
         @functools.partial(jax.jit, static_argnums=1)
-        def pool(
-            key, P
-        ):  # a few random pages again and again: random numbers for all would take more room
+        def pool(key, P):
+            # A few random pages again and again: random numbers for all need more memory.
             pages = jax.random.normal(key, (min(P, 256), K, page_size, H), jnp.bfloat16)
             return pages[jnp.arange(P) % len(pages)]
 
-        self.P, self.k_pool, self.v_pool = P, pool(jax.random.key(0), P), pool(jax.random.key(1), P)
+        self.k_pool, self.v_pool = pool(jax.random.key(0), self.P), pool(jax.random.key(1), self.P)
 
     def bytes(self, B: int, context: int, T: int) -> int:
-        """Keys and values, queries and outputs, each once."""
+        """Returns the bytes of keys and values, queries and outputs, each once."""
         N, K, H = self.sizes.heads
         return B * (context * K + T * N) * 2 * H * 2
 
-    def measure(self, implementation: str, *, B: int, context: int, T: int, tree: bool) -> float:
-        """Seconds of a call on sequences of `context` tokens, the new ones included; outputs are
-        the next queries."""
-        rng, (N, _, H), X = np.random.default_rng(0), self.sizes.heads, -(-context // self.Z)
-        count = _num_inputs(self.bytes(B, context, T), self.sizes)[0]
-        tables_IBX = rng.permutation(self.P)[: count * B * X].reshape(count, B, X).astype(np.int32)
-        start_B, ancestors_BT2 = (
-            jnp.full(B, context - T, jnp.int32),
-            check.random_tree(rng, B, T) if tree else None,
-        )
-        if implementation == BASELINE:
-            call, pools = _peer, self.peer_pools
+    def measure(self, name: str, *, B: int, context: int, T: int, is_tree: bool) -> float:
+        """Returns the seconds of a call on sequences of `context` tokens, new ones included.
+
+        Outputs are the next queries.
+        """
+        rng, (N, _, H) = np.random.default_rng(0), self.sizes.heads
+        num_bytes, X = self.bytes(B, context, T), -(-context // self.Z)
+        count = _num_inputs(num_bytes, self.sizes)
+        page = rng.permutation(self.P)[: count * B * X].reshape(count, B, X).astype(np.int32)
+        start_B = jnp.full(B, context - T, jnp.int32)
+        ancestors_BT2 = check.random_tree(rng, B, T) if is_tree else None
+        if name == BASELINE:
+            call, pools = _baseline_attention, self.baseline_pools
         else:
-            call, pools = (
-                functools.partial(_ours, implementation=implementation),
-                (self.k_pool, self.v_pool),
-            )
+            implementation = self.implementation if name == KERNEL else name
+            call = functools.partial(_attention, implementation=implementation)
+            pools = self.k_pool, self.v_pool
         q_BTNH = jax.random.normal(jax.random.key(2), (B, T, N, H), jnp.bfloat16)
-        estimate = 5e-6 + self.bytes(B, context, T) / 2e12
-        return seconds_per_call(
-            jax.jit(call),
-            q_BTNH,
-            [jnp.asarray(x) for x in tables_IBX],
-            self.sizes,
-            estimate,
-            (start_B, ancestors_BT2, *pools),
-        )
+        tables = [jnp.asarray(table_BX) for table_BX in page]
+        fixed = start_B, ancestors_BT2, *pools
+        return seconds_per_call(jax.jit(call), q_BTNH, tables, self.sizes, num_bytes, fixed)
 
     @functools.cached_property
-    def peer_pools(self):
+    def baseline_pools(self):
         """Copies in the layout of JAX's own op, `[K, P, Z, H]`."""
-        return tuple(pool.swapaxes(0, 1) for pool in (self.k_pool, self.v_pool))
+        return self.k_pool.swapaxes(0, 1), self.v_pool.swapaxes(0, 1)
 
 
-def _ours(q_BTNH, table_BX, start_B, ancestors_BT2, k_pool, v_pool, *, implementation: str):
+def _attention(q_BTNH, table_BX, start_B, ancestors_BT2, k_pool, v_pool, *, implementation: str):
     return paged_attention(
         q_BTNH,
         k_pool,
@@ -416,16 +410,15 @@ def _ours(q_BTNH, table_BX, start_B, ancestors_BT2, k_pool, v_pool, *, implement
     )
 
 
-def _peer(q_B1NH, table_BX, start_B, _, k_pool, v_pool):
-    """JAX's own op for one token per sequence (Pallas for Triton, deprecated), where this JAX has
-    it."""
+def _baseline_attention(q_B1NH, table_BX, start_B, _, k_pool, v_pool):
+    """JAX's own op for one token per sequence (Pallas for Triton, deprecated), if JAX has it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as own
+        from jax.experimental.pallas.ops.gpu import paged_attention as baseline
 
         splits = math.gcd(table_BX.shape[1], 16)
         pages = math.gcd(table_BX.shape[1] // splits, 8)
-        return own(
+        out_BNH = baseline.paged_attention(
             q_B1NH[:, 0],
             k_pool,
             v_pool,
@@ -433,57 +426,110 @@ def _peer(q_B1NH, table_BX, start_B, _, k_pool, v_pool):
             start_B + 1,
             k_splits=splits,
             pages_per_compute_block=pages,
-        )[:, None]
+        )
+    return out_BNH[:, None]
 
 
-def _measure_verification(
-    implementation: str, *, operation: str, B: int, dtype: str, size: int, sizes: Sizes
-) -> float:
-    """Seconds of a call of `verify.draw` or `verify.reject` at temperature 1; the keys follow from
-    the tokens before.
+def _pass_measurements(sizes: Sizes, implementation: str) -> Iterator[Measurement]:
+    M, V = sizes.num_drafts, sizes.vocab_size
+    cases = itertools.product(PASSES, sizes.batches, sizes.logit_dtypes)
+    for (operation, mode), B, dtype in cases:
+        measured = _Pass(mode, B, dtype, sizes, implementation)
+        is_sampling = operation == "sample_pass"
+        num_bytes = measured.rows(is_sampling) * V * jnp.dtype(dtype).itemsize
+        row = _row(operation, f"B={B} M={M} V={V} {dtype} {mode}", num_bytes, 0.8, sizes)
+        measure = measured.measure_sampling if is_sampling else measured.measure_residual
+        yield Measurement(row, functools.partial(measure, num_bytes=num_bytes))
 
-    Every input of `reject` has its own accepted drafts. That the target's distributions are known is the
-    work of `draw`.
-    """
-    K, V = sizes.num_drafts, sizes.vocab_size
-    count = _num_inputs(size, sizes)[0]
-    temperature_B, count_B = jnp.ones(B), jnp.full(B, K, jnp.int32)
 
-    @jax.jit
-    def make(key):
-        p_key, q_key, u_key = jax.random.split(key, 3)
-        logits_BTV = 3 * jax.random.normal(p_key, (B, K + 1, V))
-        draft_BMV = (logits_BTV[:, :K] + 0.6 * jax.random.normal(q_key, (B, K, V))).astype(dtype)
-        logits_BTV = logits_BTV.astype(dtype)
-        if operation == "draw":
-            return logits_BTV
-        argmax_BT, p = verify.draw(logits_BTV, temperature_B, None, None, implementation="xla")
-        key_BM2 = jnp.arange(2 * B * K, dtype=jnp.int32).reshape(B, K, 2)
-        draft_BM, q = verify.draw(draft_BMV, temperature_B, None, key_BM2, implementation="xla")
-        return p, argmax_BT, draft_BM, check.apart(q), jax.random.uniform(u_key, (B, K))
+class _Pass(NamedTuple):
+    """Measures a pass over the vocabulary at temperature 1."""
 
-    @jax.jit
-    def call(key_BT2, item):
-        if operation == "draw":
-            token_BT, _ = verify.draw(
-                item, temperature_B, None, key_BT2, implementation=implementation
+    mode: str
+    B: int
+    dtype: str
+    sizes: Sizes
+    implementation: str
+
+    def rows(self, is_sampling: bool) -> int:
+        """Returns how many rows of logits must be read."""
+        if is_sampling:
+            return self.B * (self.sizes.num_drafts + 1)
+        return self.B + int(self.is_sampled_B().sum())
+
+    def is_sampled_B(self) -> np.ndarray:
+        """Returns which sequences have sampled drafts; of mixed drafts every other one."""
+        if self.mode == "mixed drafts":
+            return np.arange(self.B) % 2 == 0
+        return np.full(self.B, self.mode == "sampled drafts")
+
+    def measure_sampling(self, name: str, *, num_bytes: int) -> float:
+        """Returns the seconds of a call; what it takes depends on the tokens before."""
+        B, T = self.B, self.sizes.num_drafts + 1
+        implementation = self.implementation if name == KERNEL else name
+        temperature_B = jnp.ones(B)
+
+        @jax.jit
+        def call(key_BT2, logits_BTV):
+            threshold_BT, noise_BT2 = None, key_BT2
+            if self.mode == "without noise":  # a threshold below all logits needs the carry too
+                threshold_BT = -1e6 - (key_BT2[..., 0] & 1023).astype(jnp.float32)
+                noise_BT2 = None
+            token_BT, _ = sample_pass(
+                logits_BTV, temperature_B, threshold_BT, noise_BT2, implementation=implementation
             )
             return key_BT2 ^ token_BT[..., None]
-        p, argmax_BT, draft_BM, draft_distributions, u_BM = item
-        _, token_B = verify.reject(
-            p,
-            argmax_BT,
-            draft_BM,
-            count_B,
-            draft_distributions,
-            temperature_B,
-            u_BM,
-            key_BT2,
-            implementation=implementation,
-        )
-        return key_BT2 ^ token_B[:, None, None]
 
-    items = [make(jax.random.key(i)) for i in range(count)]
-    return seconds_per_call(
-        call, jnp.zeros((B, K + 1, 2), jnp.int32), items, sizes, 5e-6 + size / 2e12
-    )
+        @jax.jit
+        def logits(key):
+            return 3 * jax.random.normal(key, (B, T, self.sizes.vocab_size), self.dtype)
+
+        count = _num_inputs(num_bytes, self.sizes)
+        items = [logits(jax.random.key(i)) for i in range(count)]
+        carry = jnp.zeros((B, T, 2), jnp.int32)
+        return seconds_per_call(call, carry, items, self.sizes, num_bytes)
+
+    def measure_residual(self, name: str, *, num_bytes: int) -> float:
+        """Returns the seconds of a call; its keys depend on the tokens before.
+
+        Every input has rows of its own. The statistics of the distributions are known: they are the
+        result of `sample_pass`.
+        """
+        B, M, V = self.B, self.sizes.num_drafts, self.sizes.vocab_size
+        implementation = self.implementation if name == KERNEL else name
+        temperature_B, subtract_B = jnp.ones(B), jnp.ones(B, bool)
+        sampled_B = jnp.asarray(self.is_sampled_B()) if self.mode == "mixed drafts" else None
+
+        @jax.jit
+        def make(key):
+            p_key, q_key, row_key = jax.random.split(key, 3)
+            logits_BTV = 3 * jax.random.normal(p_key, (B, M + 1, V))
+            other_BMV = jax.random.normal(q_key, (B, M, V))
+            draft_logits_BMV = (logits_BTV[:, :M] + 0.6 * other_BMV).astype(self.dtype)
+            logits_BTV = logits_BTV.astype(self.dtype)
+            key_BM2 = jnp.arange(2 * B * M, dtype=jnp.int32).reshape(B, M, 2)
+            arguments = temperature_B, None
+            _, p = sample_pass(logits_BTV, *arguments, None, implementation="xla")
+            draft_BM, q = sample_pass(draft_logits_BMV, *arguments, key_BM2, implementation="xla")
+            distributions = None if self.mode == "one-hot drafts" else check.apart(q)
+            return p, draft_BM, distributions, jax.random.randint(row_key, (B,), 0, M, jnp.int32)
+
+        @jax.jit
+        def call(key_B2, item):
+            p, draft_BM, distributions, row_B = item
+            sample = residual_pass(
+                p,
+                draft_BM,
+                distributions,
+                sampled_B,
+                row_B,
+                subtract_B,
+                temperature_B,
+                key_B2,
+                implementation=implementation,
+            )
+            return key_B2 ^ sample.token[:, None]
+
+        count = _num_inputs(num_bytes, self.sizes)
+        items = [make(jax.random.key(i)) for i in range(count)]
+        return seconds_per_call(call, jnp.zeros((B, 2), jnp.int32), items, self.sizes, num_bytes)

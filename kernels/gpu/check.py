@@ -1,120 +1,128 @@
-"""Our kernels beside the `xla` implementation in float32, from the same inputs, on whatever runs
-them.
+"""Checks the kernels against the `xla` implementation in float32, on the same inputs.
 
-Every check also shows that it would have found zeros and shifted outputs wrong.
+Every check also shows that it would find zeros, shifted outputs and the like wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.kernels import sampling as verify
 from specjax.kernels.paged_attention import pack_ancestors, paged_attention
+from specjax.kernels.sampling import Distribution, residual_pass, sample_pass
 from specjax.kernels.sampling.noise import exponential
 
 # Relative distance below which two results of float32 arithmetic may fall either way: exp of an
 # argument of up to 80 that is off by half a unit in the last place is off by 5e-6, and there are
 # two of them.
 TIE = 1e-5
+# What the drafts of `check_residual` may be: q is a distribution, one-hot, or one-hot in some rows.
+DRAFTS = ("sampled", "one-hot", "mixed")
 
 
 def check_attention(
     starts: Sequence[int],
     T: int,
-    tree: bool,
+    is_tree: bool,
     dtype: str,
     heads: tuple[int, int, int],
     page_size: int,
+    implementation: str = "mosaic_gpu",
 ) -> list[str]:
-    """What is wrong with the kernel's outputs. Positions and pages that hold nothing are NaN.
+    """Returns what is wrong with the outputs of attention, in words.
 
-    Two roundings to the dtype are allowed, of the weights and of the output, each to the nearest:
-      together one unit in
-    the last place of the same attention over the magnitudes of the values. 1e-5 is for sums in
-    float32.
+    Unwritten positions and pages are NaN. Two roundings to the dtype are allowed, of the weights
+    and of the output, each to the nearest: together one unit in the last place of the same
+    attention over the magnitudes of the values. 1e-5 is for sums in float32.
     """
-    rng, (N, K, H), B, Z = np.random.default_rng(0), heads, len(starts), page_size
+    N, K, _ = heads
+    eps = float(jnp.finfo(dtype).eps)
+    arrays = _attention_outputs(starts, T, is_tree, dtype, heads, page_size, implementation)
+    out_BTNH, expected_BTNH, size_BTNH = (np.asarray(x, np.float64) for x in arrays)
+
+    def wrong(out_BTNH):
+        return ~(abs(out_BTNH - expected_BTNH) <= eps * size_BTNH + 1e-5)
+
+    problems = []
+    wrong_BTNH = wrong(out_BTNH)
+    if wrong_BTNH.any():
+        b, t, n, h = index = tuple(np.argwhere(wrong_BTNH)[0])
+        problems.append(
+            f"{wrong_BTNH.mean():.2%} of the outputs are wrong, the first at sequence {b}, "
+            f"token {t}, head {n}, channel {h}: got {out_BTNH[index]:.4g}, "
+            f"expected {expected_BTNH[index]:.4g}"
+        )
+    controls = {"zeros": 0 * expected_BTNH, "shifted channels": np.roll(expected_BTNH, 1, 3)}
+    if K > 1:
+        controls["shifted kv heads"] = np.roll(expected_BTNH, N // K, 2)
+    # A control must be wrong in each head of each token that attends to anything.
+    attends_BTN = size_BTNH.any(-1)
+    for name, control_BTNH in controls.items():
+        if not wrong(control_BTNH).any(-1)[attends_BTN].all():
+            problems.append(f"the check itself accepts {name}")
+    return problems
+
+
+def _attention_outputs(starts, T, is_tree, dtype, heads, page_size, implementation):
+    """Returns outputs, expected outputs, and attention over the values' magnitudes."""
+    rng = np.random.default_rng(0)
+    B, (N, K, H), Z = len(starts), heads, page_size
     start_B = np.array(starts, np.int32)
-    X = -(-int(start_B.max() + T) // Z)
-    P = B * X + 3
-    table_BX = rng.permutation(P)[: B * X].reshape(B, X).astype(np.int32)
-    written_PZ, written_BXZ = (
-        np.zeros((P, Z), bool),
-        np.arange(X * Z).reshape(X, Z) < (start_B + T)[:, None, None],
-    )
-    written_PZ[table_BX] = written_BXZ
-    table_BX[~written_BXZ.any(-1)] = P
-    ancestors_BT2 = random_tree(rng, B, T) if tree else None
+    written_PZ, table_BX = _scattered_pages(rng, start_B + T, Z)
+    P = len(written_PZ)
+    ancestors_BT2 = random_tree(rng, B, T) if is_tree else None
 
     @jax.jit
     def outputs(written_PZ, table_BX, start_B, ancestors_BT2):
         q_key, k_key, v_key = jax.random.split(jax.random.key(0), 3)
-        # Large queries make for outputs that a few values dominate, and that differ where these do.
+        # Large queries make a few values dominate each output, and outputs differ where these do.
         q_BTNH = (3 * jax.random.normal(q_key, (B, T, N, H))).astype(dtype)
-        k_pool, v_pool = (
-            jnp.where(
-                written_PZ[:, None, :, None], jax.random.normal(key, (P, K, Z, H), dtype), jnp.nan
+        is_written = written_PZ[:, None, :, None]
+
+        def pool(key):
+            return jnp.where(is_written, jax.random.normal(key, (P, K, Z, H), dtype), jnp.nan)
+
+        def attention(q_BTNH, k_pool, v_pool, implementation):
+            return paged_attention(
+                q_BTNH,
+                k_pool,
+                v_pool,
+                table_BX,
+                start_B,
+                ancestors_BT2=ancestors_BT2,
+                implementation=implementation,
             )
-            for key in (k_key, v_key)
-        )
-        out_BTNH = paged_attention(
-            q_BTNH,
-            k_pool,
-            v_pool,
-            table_BX,
-            start_B,
-            ancestors_BT2=ancestors_BT2,
-            implementation="mosaic_gpu",
-        )
+
+        k_pool, v_pool = pool(k_key), pool(v_key)
+        out_BTNH = attention(q_BTNH, k_pool, v_pool, implementation)
         q_BTNH, k_pool, v_pool = (x.astype(jnp.float32) for x in (q_BTNH, k_pool, v_pool))
         with jax.default_matmul_precision("highest"):  # on a GPU float32 is TF32 otherwise
-            expected_BTNH, size_BTNH = (
-                paged_attention(
-                    q_BTNH,
-                    k_pool,
-                    v,
-                    table_BX,
-                    start_B,
-                    implementation="xla",
-                    ancestors_BT2=ancestors_BT2,
-                )
-                for v in (v_pool, abs(v_pool))
-            )
+            expected_BTNH = attention(q_BTNH, k_pool, v_pool, "xla")
+            size_BTNH = attention(q_BTNH, k_pool, abs(v_pool), "xla")
         return out_BTNH, expected_BTNH, size_BTNH
 
-    arrays = outputs(
-        jnp.asarray(written_PZ), jnp.asarray(table_BX), jnp.asarray(start_B), ancestors_BT2
-    )
-    out_BTNH, expected_BTNH, size_BTNH = (np.asarray(x, np.float64) for x in arrays)
+    arrays = (jnp.asarray(x) for x in (written_PZ, table_BX, start_B))
+    return outputs(*arrays, ancestors_BT2)
 
-    def wrong(out_BTNH):
-        return ~(abs(out_BTNH - expected_BTNH) <= float(jnp.finfo(dtype).eps) * size_BTNH + 1e-5)
 
-    problems = []
-    if wrong(out_BTNH).any():
-        b, t, n, h = np.argwhere(wrong(out_BTNH))[0]
-        problems.append(
-            f"{wrong(out_BTNH).mean():.2%} of the outputs are wrong, the first at sequence {b}, token {t}, "
-            f"head {n}, channel {h}: {out_BTNH[b, t, n, h]:.4g} instead of {expected_BTNH[b, t, n, h]:.4g}"
-        )
-    # In each head of each token that sees anything.
-    controls = {"zeros": 0 * expected_BTNH, "shifted channels": np.roll(expected_BTNH, 1, 3)}
-    if K > 1:
-        controls["shifted kv heads"] = np.roll(expected_BTNH, N // K, 2)
-    seen_BTN = size_BTNH.any(-1)
-    return problems + [
-        f"the check itself takes {name} for right"
-        for name, control_BTNH in controls.items()
-        if not wrong(control_BTNH).any(-1)[seen_BTN].all()
-    ]
+def _scattered_pages(rng, length_B, Z: int):
+    """Returns which positions of a pool's pages are written, and a block table of random pages."""
+    B, X = len(length_B), -(-int(length_B.max()) // Z)
+    P = B * X + 3
+    table_BX = rng.permutation(P)[: B * X].reshape(B, X).astype(np.int32)
+    written_BXZ = np.arange(X * Z).reshape(X, Z) < length_B[:, None, None]
+    written_PZ = np.zeros((P, Z), bool)
+    written_PZ[table_BX] = written_BXZ
+    table_BX[~written_BXZ.any(-1)] = P
+    return written_PZ, table_BX
 
 
 def random_tree(rng, B: int, T: int) -> jax.Array:
-    """Ancestor bits of random trees, in which every node but the first has a parent before it."""
+    """Returns ancestor bits of random trees: every node but the first has a parent before it."""
     mask_BTT = np.zeros((B, T, T), bool)
     for t in range(T):
         mask_BTT[:, t] = mask_BTT[np.arange(B), rng.integers(max(t, 1), size=B)]
@@ -122,139 +130,222 @@ def random_tree(rng, B: int, T: int) -> jax.Array:
     return pack_ancestors(jnp.asarray(mask_BTT))
 
 
-def check_verification(V: int, K: int, dtype: str) -> list[str]:
-    """What is wrong with the kernel's draws, distributions and decisions.
+class _Inputs(NamedTuple):
+    """Logits of a target and of a drafter that resembles it, and what tokens are sampled with."""
 
-    They must be the reference's, but where the reference itself says that it was a tie within
-    `TIE`.
-    """
-    rng, B, T, num_valid = np.random.default_rng(0), 10, K + 1, V - 3
+    logits_BTV: jax.Array
+    draft_logits_BMV: jax.Array
+    temperature_B: jax.Array
+    threshold_BT: jax.Array
+    key_BT2: jax.Array
+    draft_key_BM2: jax.Array
+
+
+def _inputs(V: int, M: int, dtype: str) -> _Inputs:
+    rng, B, T = np.random.default_rng(0), 10, M + 1
+    # Two rows are greedy, and one has a threshold.
     temperature_B = jnp.float32([1.0, 0.0, 0.7, 1.6, 1.0, 1.0, 0.8, 1.2, 0.0, 1.0])
     threshold_BT = jnp.full((B, T), -jnp.inf).at[2].set(1.0)
     key_BT2, draft_key_BT2 = jnp.asarray(rng.integers(-(2**31), 2**31, (2, B, T, 2)), jnp.int32)
-    u_BM = jnp.asarray(rng.random((B, K)), jnp.float32).at[4].set(0)  # which accepts all
-    count_B = (
-        jnp.asarray(rng.permutation(np.clip(np.arange(B) + K - 2, 1, K)), jnp.int32).at[4].set(K)
+    logits_BTV, other_BTV = jax.random.normal(jax.random.key(0), (2, B, T, V))
+    draft_logits_BMV = (3 * logits_BTV + 1.2 * other_BTV)[:, :M]
+    return _Inputs(
+        (3 * logits_BTV).astype(dtype),
+        draft_logits_BMV.astype(dtype),
+        temperature_B,
+        threshold_BT,
+        key_BT2,
+        draft_key_BT2[:, :M],
     )
-    greedy_B11 = temperature_B[:, None, None] == 0
-    kernel, reference = (
-        {"num_valid": num_valid, "implementation": name} for name in ("mosaic_gpu", "xla")
-    )
 
-    def dense(distribution):
-        """Probabilities as the reference computes them, and one at the first most likely token at
-        temperature 0."""
-        x_BTV = jnp.where(jnp.arange(V) < num_valid, distribution.logits_BTV, -jnp.inf)
-        scale_B11 = jnp.where(greedy_B11, 1, temperature_B[:, None, None])
-        weight_BTV = (
-            jnp.exp((x_BTV - distribution.largest_BT[..., None]) / scale_B11)
-            / distribution.total_BT[..., None]
-        )
-        probs_BTV = jnp.where(x_BTV >= distribution.threshold_BT[..., None], weight_BTV, 0)
-        return jnp.where(greedy_B11, jax.nn.one_hot(x_BTV.argmax(-1), V), probs_BTV)
 
-    def at(x_BTV, token_BT):
-        return jnp.take_along_axis(x_BTV, token_BT[..., None], axis=-1)[..., 0]
+def check_sampling(
+    V: int, dtype: str, with_noise: bool = True, implementation: str = "mosaic_gpu"
+) -> list[str]:
+    """Returns what is wrong with the tokens and distributions of `sample_pass`, in words.
 
-    def wins(token_BT, weight_BTV, slack_BTV):
-        """Whether no token's race can have been won by more than the slack of both."""
-        noise_BTV = exponential(key_BT2[..., :1], key_BT2[..., 1:], jnp.arange(V, dtype=jnp.int32))
-        lowest_BT = ((weight_BTV - slack_BTV) / noise_BTV).max(-1)
-        return (at((weight_BTV + slack_BTV) / noise_BTV, token_BT) >= lowest_BT) & (
-            at(weight_BTV, token_BT) > 0
-        )
+    They must be the reference's, except for ties within `TIE`. Without noise every token is the
+    argmax.
+    """
+    inputs, num_valid = _inputs(V, 3, dtype), V - 3
 
     @jax.jit
-    def outputs():
-        # Logits and drafts resemble each other, so that some drafts are accepted and some are not.
-        logits_BTV, other_BTV = jax.random.normal(jax.random.key(0), (2, B, T, V))
-        draft_BMV = (3 * logits_BTV + 1.2 * other_BTV)[:, :K].astype(dtype)
-        logits_BTV = (3 * logits_BTV).astype(dtype)
-        draft_BM, q = verify.draw(
-            draft_BMV.astype(jnp.float32),
-            temperature_B,
-            threshold_BT[:, :K],
-            draft_key_BT2[:, :K],
-            **reference,
-        )
-        argmax_BT, p = verify.draw(
-            logits_BTV.astype(jnp.float32), temperature_B, threshold_BT, None, **reference
-        )
-
-        def reject(p, q, options):
-            return verify.reject(
-                p,
-                argmax_BT,
-                draft_BM,
-                count_B,
-                apart(q),
-                temperature_B,
-                u_BM,
+    def outputs(inputs: _Inputs):
+        def sample(logits_BTV, key_BT2, implementation):
+            return sample_pass(
+                logits_BTV,
+                inputs.temperature_B,
+                inputs.threshold_BT,
                 key_BT2,
-                **options,
+                num_valid=num_valid,
+                implementation=implementation,
             )
 
-        accepted_B, _ = reject(p, q, reference)
-        argmax = (
-            verify.draw(logits_BTV, temperature_B, threshold_BT, None, **kernel)[0] == argmax_BT
-        )
-        token_BT, distribution = verify.draw(
-            logits_BTV, temperature_B, threshold_BT, key_BT2, **kernel
-        )
-        n_B, own_B = reject(
-            p._replace(logits_BTV=logits_BTV), q._replace(logits_BTV=draft_BMV), kernel
-        )
+        logits_BTV = inputs.logits_BTV
+        key_BT2 = inputs.key_BT2 if with_noise else None
+        token_BT, got = sample(logits_BTV, key_BT2, implementation)
+        argmax_BT, expected = sample(logits_BTV.astype(jnp.float32), None, "xla")
+        p_BTV = _dense(expected, inputs.temperature_B, num_valid)
 
-        p_BTV, q_BMV = dense(p), dense(q)
-        p_BM, uq_BM = at(p_BTV[:, :K], draft_BM), u_BM * at(q_BMV, draft_BM)
-        tie_BM = abs(p_BM - uq_BM) <= TIE * (p_BM + uq_BM)
-        # The first place at which the numbers of accepted drafts can differ is the lower of the
-        # two.
-        place_B1 = jnp.minimum(jnp.minimum(n_B, accepted_B), K - 1)[:, None]
-        counted_B = (n_B == accepted_B) | jnp.take_along_axis(tie_BM, place_B1, axis=1)[:, 0]
-        q_BMV = jnp.where((jnp.arange(K) < count_B[:, None])[..., None], q_BMV, 0)
-        # At temperature 0 the most likely token is there, whatever is left.
-        left_BTV = jnp.where(greedy_B11, p_BTV, jnp.maximum(p_BTV.at[:, :K].add(-q_BMV), 0))
+        def is_right(token_BT):
+            if not with_noise:
+                return token_BT == argmax_BT
+            return _wins(token_BT, p_BTV, TIE * p_BTV, inputs.key_BT2)
 
-        def won(token_BT):
-            return wins(token_BT, p_BTV, TIE * p_BTV)
-
-        def own(token_B):
-            won_BT = wins(jnp.broadcast_to(token_B[:, None], (B, T)), left_BTV, TIE * p_BTV)
-            return jnp.take_along_axis(won_BT, n_B[:, None], axis=1)[:, 0]
-
-        same = {
-            "largest logits": distribution.largest_BT == p.largest_BT,
-            "sums of weights": abs(distribution.total_BT / p.total_BT - 1) <= TIE,
-            "most likely tokens": argmax,
-            "drawn tokens": won(token_BT),
-            "numbers of accepted drafts": counted_B,
-            "tokens after the accepted drafts": own(own_B),
+        right = {
+            "largest logits": got.largest_BT == expected.largest_BT,
+            "sums of weights": abs(got.total_BT / expected.total_BT - 1) <= TIE,
+            "sampled tokens": is_right(token_BT),
         }
+        controls = {"shifted tokens": is_right((token_BT + 1) % V)}
+        return right, controls
+
+    return _problems(*outputs(inputs))
+
+
+def check_residual(
+    V: int, M: int, drafts: str, dtype: str, implementation: str = "mosaic_gpu"
+) -> list[str]:
+    """Returns what is wrong with the samples of `residual_pass`, in words.
+
+    They must be the reference's, except for ties within `TIE`. `drafts` is one of `DRAFTS`.
+    """
+    inputs, num_valid = _inputs(V, M, dtype), V - 3
+    B = len(inputs.temperature_B)
+    # All rows of the target, in the order 0, 1, ..., M; after the last draft nothing is subtracted.
+    row_B = jnp.arange(B, dtype=jnp.int32) % (M + 1)
+    subtract_B = row_B < M
+    is_sampled_B = {
+        "sampled": jnp.ones(B, bool),
+        "one-hot": jnp.zeros(B, bool),
+        "mixed": jnp.arange(B) // 3 % 2 == 0,
+    }[drafts]
+
+    @jax.jit
+    def outputs(inputs: _Inputs):
+        temperature_B, key_B2 = inputs.temperature_B, inputs.key_BT2[:, 0]
+        _, p = _reference(inputs.logits_BTV, inputs.threshold_BT, None, inputs, num_valid)
+        draft_BM, q = _reference(
+            inputs.draft_logits_BMV,
+            inputs.threshold_BT[:, :M],
+            inputs.draft_key_BM2,
+            inputs,
+            num_valid,
+        )
+        distributions = apart(q._replace(logits_BTV=inputs.draft_logits_BMV))
+        got = residual_pass(
+            p._replace(logits_BTV=inputs.logits_BTV),
+            draft_BM,
+            None if drafts == "one-hot" else distributions,
+            is_sampled_B if drafts == "mixed" else None,
+            row_B,
+            subtract_B,
+            temperature_B,
+            key_B2,
+            num_valid=num_valid,
+            implementation=implementation,
+        )
+        p_BV = _row(_dense(p, temperature_B, num_valid), row_B)
+        last_B = jnp.minimum(row_B, M - 1)
+        sampled_BV = _row(_dense(q, temperature_B, num_valid), last_B)
+        one_hot_BV = jax.nn.one_hot(_row(draft_BM, last_B), V)
+
+        def residual(is_sampled_B, subtract_B):
+            q_BV = jnp.where(is_sampled_B[:, None], sampled_BV, one_hot_BV)
+            return jnp.maximum(p_BV - jnp.where(subtract_B[:, None], q_BV, 0), 0)
+
+        rest_BV = residual(is_sampled_B, subtract_B)
+        is_defined_B = temperature_B > 0
+        is_subtracted_B = is_defined_B & subtract_B
+
+        def is_mass(mass_B):  # p and q are off by TIE of themselves each, and add up to 1
+            return abs(mass_B - rest_BV.sum(-1)) <= 2 * TIE
+
+        def is_token(token_B, weight_BV):
+            return _wins(token_B, weight_BV, TIE * p_BV, key_B2)
+
+        right = {
+            "masses": is_mass(got.mass),
+            "tokens of the residual": is_token(got.token, rest_BV),
+            "tokens of the target": is_token(got.target_token, p_BV),
+        }
+        right = {name: ok_B | ~is_defined_B for name, ok_B in right.items()}
         controls = {
-            "shifted draws": won((token_BT + 1) % V),
-            "shifted tokens after the accepted drafts": own((own_B + 1) % V),
+            "masses without subtraction": is_mass(p_BV.sum(-1)) & is_subtracted_B,
+            "masses with the other kind of q": is_mass(residual(~is_sampled_B, subtract_B).sum(-1))
+            & is_subtracted_B,
+            "shifted tokens of the residual": is_token((got.token + 1) % V, rest_BV) & is_defined_B,
+            "shifted tokens of the target": is_token((got.target_token + 1) % V, p_BV)
+            & is_defined_B,
         }
-        return same, controls, n_B
+        return right, controls
 
-    same, controls, n_B = jax.tree.map(np.asarray, outputs())
-    problems = [
-        f"{name}: {(~ok).sum()} of {ok.size} are wrong" for name, ok in same.items() if not ok.all()
-    ]
-    problems += [
-        f"the check itself takes {name} for right" for name, ok in controls.items() if ok.any()
-    ]
-    if not (n_B < count_B).any() or not n_B.any():
-        problems.append(
-            f"the check has no drafts that are accepted, or none that are not: {n_B.tolist()}"
-        )
+    return _problems(*outputs(inputs))
+
+
+def _reference(logits_BTV, threshold_BT, key_BT2, inputs: _Inputs, num_valid: int):
+    return sample_pass(
+        logits_BTV.astype(jnp.float32),
+        inputs.temperature_B,
+        threshold_BT,
+        key_BT2,
+        num_valid=num_valid,
+        implementation="xla",
+    )
+
+
+def _dense(distribution: Distribution, temperature_B, num_valid: int):
+    """Returns probabilities as the reference computes them; one-hot at temperature 0."""
+    V = distribution.logits_BTV.shape[-1]
+    is_greedy_B11 = temperature_B[:, None, None] == 0
+    x_BTV = jnp.where(jnp.arange(V) < num_valid, distribution.logits_BTV, -jnp.inf)
+    scale_B11 = jnp.where(is_greedy_B11, 1, temperature_B[:, None, None])
+    weight_BTV = jnp.exp((x_BTV - distribution.largest_BT[..., None]) / scale_B11)
+    is_kept_BTV = x_BTV >= distribution.threshold_BT[..., None]
+    probs_BTV = jnp.where(is_kept_BTV, weight_BTV / distribution.total_BT[..., None], 0)
+    return jnp.where(is_greedy_B11, jax.nn.one_hot(x_BTV.argmax(-1), V), probs_BTV)
+
+
+def _row(x, row_B):
+    """Returns one entry per sequence along the second axis."""
+    return x[jnp.arange(len(row_B)), row_B]
+
+
+def _wins(token, weight, slack, key):
+    """Returns whether no other token's weight / noise is larger by more than the slack of both.
+
+    Args:
+      token: int32 `[...]`.
+      weight, slack: `[..., V]`.
+      key: int32 `[..., 2]`.
+    """
+
+    def of_token(x):
+        return jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0]
+
+    ids_V = jnp.arange(weight.shape[-1], dtype=jnp.int32)
+    noise = exponential(key[..., :1], key[..., 1:], ids_V)
+    lowest = ((weight - slack) / noise).max(-1)
+    is_largest = of_token((weight + slack) / noise) >= lowest
+    return is_largest & (of_token(weight) > 0)
+
+
+def _problems(right: dict, controls: dict) -> list[str]:
+    """Returns what is not right, and which controls are not wrong, in words."""
+    problems = []
+    for name, ok in right.items():
+        wrong = ~np.asarray(ok)
+        if wrong.any():
+            problems.append(f"{name}: {wrong.sum()} of {wrong.size} are wrong")
+    for name, ok in controls.items():
+        if np.asarray(ok).any():
+            problems.append(f"the check itself accepts {name}")
     return problems
 
 
-def apart(distribution: verify.Distribution) -> tuple[verify.Distribution, ...]:
-    """The distributions of drafts as `verify.reject` takes them, one after the other, from those of one call
-    of `draw`."""
-    return tuple(
-        jax.tree.map(lambda x, k=k: x[:, k], distribution)
-        for k in range(distribution.logits_BTV.shape[1])
-    )
+def apart(distribution: Distribution) -> tuple[Distribution, ...]:
+    """Returns the distributions along the axis T one by one, as `residual_pass` takes drafts."""
+    parts = []
+    for t in range(distribution.logits_BTV.shape[1]):
+        parts.append(jax.tree.map(lambda x, t=t: x[:, t], distribution))
+    return tuple(parts)

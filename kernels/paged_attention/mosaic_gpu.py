@@ -1,14 +1,14 @@
 """Paged attention for NVIDIA Hopper in Pallas for Mosaic GPU.
 
-One CTA serves 64 or 128 query rows of one kv head of one sequence, over one part ("split") of its
-positions. A producer warpgroup lets the TMA unit bring in keys and values, BLOCK positions at a time, from
-wherever their pages are; one or two consumer warpgroups of 64 rows each multiply them by wgmma
-while the next blocks are under way. The T * G rows that share a kv head (T tokens of G query heads)
-lie in one tile, so each key and value is read once for all of them.
+One CTA handles 64 or 128 query rows of one kv head of one sequence, over one part ("split") of its
+positions. A producer warpgroup lets the TMA unit load keys and values, BLOCK positions at a time,
+from their pages. One or two consumer warpgroups of 64 rows each multiply them by wgmma while the
+next blocks are under way. The T * G rows that share a kv head (T tokens of G query heads) form one
+tile, so each key and value is read once for all of them.
 
 The softmax runs online over the blocks (Dao 2023, "FlashAttention-2"), in base 2. Where a batch is
-too small to fill the GPU, several CTAs share the positions of a sequence and their results are combined
-(Dao et al. 2023, "Flash-Decoding"). Pages come from Kwon et al. 2023, "PagedAttention".
+too small to fill the GPU, several CTAs share the positions of a sequence, and their results are
+combined (Dao et al. 2023, "Flash-Decoding"). Pages are those of Kwon et al. 2023, "PagedAttention".
 """
 
 from __future__ import annotations
@@ -28,32 +28,37 @@ from specjax.kernels.paged_attention import xla
 
 ROWS = 64  # of one wgmma, which takes no fewer
 BLOCK = 64  # positions per step of the online softmax; with 128, registers spill
-STAGES = 4  # blocks in shared memory. 4 x 32 KiB per SM under way is several times bandwidth x latency / 132
+# Blocks in shared memory. 4 x 32 KiB per SM under way is several times bandwidth x latency / 132.
+STAGES = 4
 MIN_BLOCKS = 4  # fewer per split are not worth a second kernel that combines them
 
 MASKED = xla.MASKED
-LOWEST = -1e20  # where the running maximum starts: below every score, and so far above MASKED that its weight is 0
+# Where the running maximum starts: below every score, and so far above MASKED that its weight is 0.
+LOWEST = -1e20
 WGMMA, WGMMA_ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
 def num_splits_for(num_ctas: int, max_seq_len: int, num_sms: int) -> int:
-    """Into how many parts to split the positions of each sequence, given how many CTAs there are
-    without.
+    """Returns into how many splits to divide the positions of each sequence.
 
-    The fewest that keep the SMs nearly as busy as any number would (as in FlashAttention's
-      `num_splits_heuristic`): a
-    last wave that is not full costs as much as one that is, and every split costs a float32 output
-    to combine.
+    This is the smallest number that keeps the SMs nearly as busy as any number would, as in
+    FlashAttention's `num_splits_heuristic`: a partial last wave costs as much as a full one, and
+    every split costs a float32 output to combine.
+
+    Args:
+      num_ctas: of a grid without splits.
+      max_seq_len: positions per sequence.
+      num_sms: streaming multiprocessors of the GPU.
     """
     if num_ctas >= 0.8 * num_sms:
         return 1
+    most = max(1, min(max_seq_len // (BLOCK * MIN_BLOCKS), 2 * num_sms // num_ctas))
     busy = {}
-    for splits in range(
-        1, max(1, min(max_seq_len // (BLOCK * MIN_BLOCKS), 2 * num_sms // num_ctas)) + 1
-    ):
+    for splits in range(1, most + 1):
         waves = num_ctas * splits / num_sms
         busy[splits] = waves / math.ceil(waves)
-    return next(splits for splits in busy if busy[splits] >= 0.85 * max(busy.values()))
+    enough = 0.85 * max(busy.values())
+    return next(splits for splits in busy if busy[splits] >= enough)
 
 
 def paged_attention(
@@ -67,16 +72,17 @@ def paged_attention(
     interpret=None,
     num_splits: int | None = None,
 ):
-    """See `api.paged_attention`; only what `api.unsupported` lets through.
+    """See `api.paged_attention`; for calls that `api.unsupported` returns None for.
 
-    T may be any number without ancestors (chunks of prompts). A CTA's work follows what its rows
-    may see: neither X nor the other sequences cost anything. Queries are rearranged in jax.numpy to
-    `[B, K, T * G, H]`, which costs a pass over them except for T = 1 (XLA fuses it into what
-    computed them), and padded to whole tiles: 8 rows, or ROWS where there are more than that.
+    Without ancestors T may be any number (chunks of prompts). The work of a CTA depends on the
+    positions that its rows attend to: neither X nor the other sequences cost anything. Queries are
+    rearranged in jax.numpy to `[B, K, T * G, H]`, which costs a pass over them except for T = 1
+    (XLA fuses it into what computed them), and padded to whole tiles: 8 rows, or ROWS where there
+    are more than that.
 
     Args:
-      interpret: `plgpu.InterpretGPUParams()` runs it on the CPU, from JAX 0.11 on.
-      num_splits: see `num_splits_for`, the default.
+      interpret: `plgpu.InterpretGPUParams()` for Pallas' interpreter, from JAX 0.11 on.
+      num_splits: overrides `num_splits_for`.
     """
     B, T, N, H = q_BTNH.shape
     P, K, Z, _ = k_pool.shape
@@ -114,13 +120,13 @@ def paged_attention(
         free=plgpu.Barrier(num_arrivals=consumers, num_barriers=STAGES),
         zeroed=plgpu.Barrier(),
     )
-    # Rows are reduced within a warp, which takes no shared memory; there would be too little for
-    # what is set aside. The other semantics, default from JAX 0.12 on, would infer the layouts, and
+    # Rows are reduced within a warp, which needs no shared memory, and there is too little left for
+    # the default scratch. The other semantics, default from JAX 0.12 on, infers the layouts, and
     # does not find those of ancestor bits.
     params = plgpu.CompilerParams(
         approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
     )
-    o_SBKRH, lse_SBKR = plgpu.kernel(
+    split_o_BKRH, split_lse_BKR = plgpu.kernel(
         functools.partial(_kernel, G=G),
         out_type=(
             jax.ShapeDtypeStruct((splits, B, K, padded_R, H), out_dtype),
@@ -138,28 +144,35 @@ def paged_attention(
         **({} if interpret is None else {"interpret": interpret}),
     )(*operands)
 
-    o_BKRH = o_SBKRH[0] if splits == 1 else _combine(o_SBKRH, lse_SBKR)
+    o_BKRH = split_o_BKRH[0] if splits == 1 else _combine(split_o_BKRH, split_lse_BKR)
     o_BTKGH = o_BKRH[:, :, :R].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
     return o_BTKGH.reshape(q_BTNH.shape).astype(dtype)
 
 
-def _combine(o_SBKRH, lse_SBKR):
-    """The attention over all positions from that over each split, and the base-2 logarithms of its sums
-    of weights."""
-    weight_SBKR = jnp.where(lse_SBKR > LOWEST, jnp.exp2(lse_SBKR - lse_SBKR.max(0)), 0)[..., None]
-    # Where a split had nothing to do, its output was not even written.
-    o_SBKRH = jnp.where(weight_SBKR > 0, o_SBKRH, 0)
-    return (weight_SBKR * o_SBKRH).sum(0) / jnp.maximum(weight_SBKR.sum(0), 1e-30)
+def _combine(split_o_BKRH, split_lse_BKR):
+    """Returns attention over all positions from that over each split.
+
+    `split_lse_BKR` are base-2 logarithms of the sums of weights. The first axis of both arrays is
+    the splits.
+    """
+    split_weight_BKR = jnp.where(
+        split_lse_BKR > LOWEST, jnp.exp2(split_lse_BKR - split_lse_BKR.max(0)), 0
+    )[..., None]
+    # A split without work has not written its output.
+    split_o_BKRH = jnp.where(split_weight_BKR > 0, split_o_BKRH, 0)
+    return (split_weight_BKR * split_o_BKRH).sum(0) / jnp.maximum(split_weight_BKR.sum(0), 1e-30)
 
 
 def _add_product(acc, p, v_smem, p_smem):
-    """acc + p @ v, with p straight from registers."""
+    """Returns acc + p @ v, with p directly from registers."""
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))
 
 
 def _add_product_interpreted(acc, p, v_smem, p_smem):
-    """The same by way of shared memory: the interpreter has neither `run_state` nor operands in
-    registers."""
+    """Returns the same through shared memory.
+
+    The interpreter has neither `run_state` nor operands in registers.
+    """
     p_smem[...] = p
     plgpu.commit_smem()
     return acc + _product(p_smem, v_smem)
@@ -202,11 +215,11 @@ def _kernel(
         lax.axis_index(name) for name in ("sequence", "head", "split", "tile", "warpgroup")
     )
 
-    # The positions that some row of this CTA may see are those before `limit`, and this split has n
-    # blocks of them from block `first` on. Those from `end` on hold nothing.
+    # Rows of this CTA attend to positions before `limit`, and this split has n blocks of them from
+    # block `first` on. Positions from `end` on are not written.
     start, end = start_ref[b], end_ref[b]
     limit = end
-    if not words_ref:  # causal: the last token of the tile sees most
+    if not words_ref:  # causal: the last token of the tile attends to most
         limit = jnp.minimum(end, start + lax.div((tile + 1) * (consumers * ROWS) - 1, G) + 1)
     num_blocks = lax.div(jnp.maximum(limit, 0) + (BLOCK - 1), BLOCK)
     per_split = lax.div(num_blocks + (splits - 1), splits)
@@ -226,8 +239,8 @@ def _kernel(
                 plgpu.barrier_wait(free.at[stage])
 
             positions = [(first + i) * BLOCK + j * run for j in range(BLOCK // run)]
-            # Beyond the end the last page comes again: something must arrive, and other pages are
-            # not this sequence's.
+            # Beyond the end the last page is loaded again: something must arrive, and other pages
+            # belong to other sequences.
             pages = [
                 table_ref[b, lax.div(jnp.minimum(position, end - 1), Z)] for position in positions
             ]
@@ -247,9 +260,7 @@ def _kernel(
         # ever.
         plgpu.set_max_registers(232, action="increase")
         first_row = (tile * consumers + wg) * ROWS
-        my_rows = pl.ds(
-            0, rows
-        )  # those of a tile that is not full stay what they are; nobody looks at what they give
+        my_rows = pl.ds(0, rows)  # of a partial tile the others stay undefined, and are not used
 
         @pl.when(n > 0)
         def load_queries():
@@ -286,8 +297,7 @@ def _kernel(
             return jnp.where((position < end) & ((new < 0) | (bit != 0)), scores, MASKED)
 
         def zero_values_from_end(stage, block):
-            """0 * NaN is NaN: positions that hold nothing must not lend their values even to a weight
-            of 0."""
+            """Zeros values that were not written: 0 * NaN is NaN, even for a weight of 0."""
 
             @pl.when(wg == 0)
             def store():

@@ -1,5 +1,4 @@
-"""Paged attention in plain jax.numpy: the reference, and what runs where there is no kernel of our
-own."""
+"""Paged attention in plain jax.numpy: the reference, and the fallback."""
 
 from __future__ import annotations
 
@@ -10,8 +9,10 @@ MASKED = -1e30  # finite: a row in which everything is masked must not turn into
 
 
 def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2=None):
-    """See `api.paged_attention`. Cost follows X, the pages that a sequence could have, not those
-    that it has."""
+    """See `api.paged_attention`.
+
+    The cost depends on X, the most pages that a sequence could hold, not on those that it holds.
+    """
     B, T, N, H = q_BTNH.shape
     P, K, Z, _ = k_pool.shape
     X = block_table_BX.shape[1]
@@ -21,8 +22,8 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
 
     def gathered():
         def gather(pool):
-            # One run of Z x H numbers per (page, kv head), put where the matrix products below want
-            # them: no transpose.
+            # One run of Z x H numbers per (page, kv head), in the order of the matrix products
+            # below: no transpose.
             pages_BKX = jnp.clip(block_table_BX, 0, P - 1)[:, None, :]
             return pool[pages_BKX, jnp.arange(K)[None, :, None]].reshape(B, K, -1, H)
 
@@ -32,27 +33,26 @@ def paged_attention(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_B
         return _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestors_BT2)
 
     # On a CPU a gathered copy of the keys and values costs more than the products with few queries.
-    # On a GPU what is read in place would be written anew, with its unwritten positions zeroed.
+    # On a GPU reading in place would write the values again, with unwritten positions zeroed.
     if P <= B * X and T * N // K <= H // 2:
         return jax.lax.platform_dependent(cpu=in_place, default=gathered)
     return gathered()
 
 
 def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestors_BT2):
-    """Every page of the pools is read once, where it lies: queries and weights go to the pages, not
-      keys and values to
-    the sequences. Right because a page belongs to one sequence."""
+    """Returns attention that reads every page of the pools once, in place.
+
+    Queries and weights move to the pages, not keys and values to the sequences. This is correct
+    because a page belongs to one sequence.
+    """
     B, T, N, H = q_BTNH.shape
     P, K, Z, _ = k_pool.shape
     X = block_table_BX.shape[1]
     R = N // K * T
     page_BX = jnp.where(held_BX, block_table_BX, P)
-    place_P = (
-        jnp.zeros(P, jnp.int32)
-        .at[page_BX.ravel()]
-        .set(jnp.arange(B * X, dtype=jnp.int32), mode="drop")
-    )
-    owner_P, x_P = place_P // X, place_P % X
+    entry_BX = jnp.arange(B * X, dtype=jnp.int32)
+    entry_P = jnp.zeros(P, jnp.int32).at[page_BX.ravel()].set(entry_BX, mode="drop")
+    owner_P, x_P = entry_P // X, entry_P % X
     page_BX = jnp.minimum(page_BX, P - 1)
 
     visible_BTS, _ = _visible(T, jnp.repeat(held_BX, Z, axis=1), start_B, ancestors_BT2)
@@ -60,13 +60,9 @@ def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestor
     scores_PKZR = jnp.einsum("pkrh,pkzh->pkzr", q_PKRH, k_pool, preferred_element_type=jnp.float32)
     scores_BKRS = scores_PKZR[page_BX].transpose(0, 2, 4, 1, 3).reshape(B, K, R, X * Z)
     weights_BKRS = _softmax(scores_BKRS, visible_BTS, H)
-    weights_PKRZ = (
-        weights_BKRS.reshape(B, K, R, X, Z)
-        .transpose(0, 3, 1, 2, 4)
-        .reshape(B * X, K, R, Z)[place_P]
-    )
-    # 0 * NaN is NaN: values of positions that hold nothing must be zeroed themselves, not only their
-    # weights.
+    weights_BXKRZ = weights_BKRS.reshape(B, K, R, X, Z).transpose(0, 3, 1, 2, 4)
+    weights_PKRZ = weights_BXKRZ.reshape(B * X, K, R, Z)[entry_P]
+    # 0 * NaN is NaN: the values of unwritten positions must be zeroed too, not only their weights.
     written_PZ = jnp.arange(Z) + (x_P * Z)[:, None] < (start_B + T)[owner_P][:, None]
     v_PKZH = jnp.where(written_PZ[:, None, :, None], v_pool, 0)
     out_PKRH = jnp.einsum(
@@ -76,25 +72,28 @@ def _in_place(q_BTNH, k_pool, v_pool, block_table_BX, held_BX, start_B, ancestor
         preferred_element_type=jnp.float32,
     )
     out_BXKRH = jnp.where(held_BX[..., None, None, None], out_PKRH[page_BX], 0)
-    # The sum over pages as a product: XLA's CPU compiler (JAX 0.10.2) takes the first row for all
+    # The sum over pages as a product: XLA's CPU compiler (JAX 0.10.2) uses the first row for all
     # where it fuses a sum with the product that follows it.
-    out_BKRH = jnp.einsum(
-        "bx,bxi->bi", jnp.ones((B, X)), out_BXKRH.reshape(B, X, -1), precision="highest"
-    )
+    rows = out_BXKRH.reshape(B, X, -1)
+    out_BKRH = jnp.einsum("bx,bxi->bi", jnp.ones((B, X)), rows, precision="highest")
     return _by_token(out_BKRH.reshape(B, K, R, H), T).astype(q_BTNH.dtype)
 
 
 def pages_held(block_table_BX, P: int):
-    """How many pages each sequence holds: int32 `[B]`, those before the first id that is no page of
-    the pool."""
+    """Returns how many pages each sequence holds, int32 `[B]`.
+
+    These are the pages before the first id that is not a page of the pool.
+    """
     X = block_table_BX.shape[1]
     held_BX = (block_table_BX >= 0) & (block_table_BX < P)
     return jnp.where(held_BX, X, jnp.arange(X, dtype=jnp.int32)).min(axis=1)
 
 
 def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B, ancestors_BT2=None):
-    """Attention over contiguous keys and values `[B, K, S, H]`, of which the positions `held_BS`
-    exist."""
+    """Returns attention over contiguous keys and values `[B, K, S, H]`.
+
+    `held_BS` are the positions that exist.
+    """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     visible_BTS, written_BS = _visible(T, held_BS, start_B, ancestors_BT2)
     q_BKRH = _by_kv_head(q_BTNH, k_BKSH.shape[1])
@@ -111,12 +110,14 @@ def attention(q_BTNH, k_BKSH, v_BKSH, held_BS, start_B, ancestors_BT2=None):
 
 
 def _visible(T: int, held_BS, start_B, ancestors_BT2):
-    """Which positions each new token attends to, `[B, T, S]`, and which have been written, `[B, S]`."""
+    """Returns which positions each new token attends to and which are written.
+
+    Their shapes are `[B, T, S]` and `[B, S]`.
+    """
     position_S = jnp.arange(held_BS.shape[1])
     written_BS = (position_S < (start_B + T)[:, None]) & held_BS
-    new_B1S = (position_S - start_B[:, None])[
-        :, None
-    ]  # which new token sits in the position; negative where an older one does
+    # The index of the new token at each position; negative for older tokens.
+    new_B1S = (position_S - start_B[:, None])[:, None]
     if ancestors_BT2 is None:
         visible_BTS = new_B1S <= jnp.arange(T)[:, None]
     else:
@@ -126,21 +127,20 @@ def _visible(T: int, held_BS, start_B, ancestors_BT2):
 
 
 def _by_kv_head(q_BTNH, K: int):
-    """The R = G * T queries of each kv head, `[B, K, R, H]`."""
+    """Returns the R = G * T queries of each kv head, `[B, K, R, H]`."""
     B, T, N, H = q_BTNH.shape
     return q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
 
 
 def _by_token(out_BKRH, T: int):
-    """The inverse of `_by_kv_head`."""
+    """Returns the inverse of `_by_kv_head`."""
     B, K, R, H = out_BKRH.shape
-    return (
-        out_BKRH.reshape(B, K, R // T, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, K * R // T, H)
-    )
+    out_BTKGH = out_BKRH.reshape(B, K, R // T, T, H).transpose(0, 3, 1, 2, 4)
+    return out_BTKGH.reshape(B, T, K * R // T, H)
 
 
 def _softmax(scores_BKRS, visible_BTS, H: int):
-    """Weights of the visible positions; all 0 where there is none."""
+    """Returns weights of the visible positions; all 0 where there are none."""
     B, K, R, S = scores_BKRS.shape
     T = visible_BTS.shape[1]
     visible = visible_BTS[:, None, None]

@@ -96,7 +96,7 @@ def sample_pass(
         threshold_BT = jnp.full((B, T), MASKED, jnp.float32)
     temperature_R = None if temperature_B is None else jnp.repeat(temperature_B, T)
     has_noise = temperature_B is not None and key_BT2 is not None
-    parts = _implementation(implementation).sample_pass(
+    parts = _implementation("sample_pass", implementation)(
         logits_BTV.reshape(B * T, V),
         temperature_R,
         threshold_BT.reshape(-1),
@@ -153,7 +153,7 @@ def residual_pass(
     if draft_distributions is not None and len(draft_distributions) != M:
         raise ValueError(f"expected {M} draft distributions, got {len(draft_distributions)}")
     last_B = jnp.minimum(row_B, M - 1)
-    parts = _implementation(implementation).residual_pass(
+    parts = _implementation("residual_pass", implementation)(
         target,
         draft_distributions,
         jnp.take_along_axis(draft_BM, last_B[:, None], axis=1)[:, 0],
@@ -202,8 +202,8 @@ def _check_shapes(**arrays) -> None:
             raise ValueError(f"{name} has the shape {array.shape}, expected {shape}")
 
 
-def _implementation(name: str | None):
-    return dispatch.module(__package__, dispatch.choose(name))
+def _implementation(name: str, implementation: str | None):
+    return dispatch.function(__package__, name, dispatch.choose(implementation))
 
 
 def _limit(num_valid: int | None) -> int:

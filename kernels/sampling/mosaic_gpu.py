@@ -1,7 +1,7 @@
 """The two passes over a vocabulary as Pallas kernels for Mosaic GPU.
 
 A block of 128 threads reads one tile of one row into registers, with 16-byte loads where the row
-allows them, and leaves a few numbers of it. Tiles are joined outside, see `partial`.
+allows them, and writes a few numbers per tile. Tiles are joined outside, see `partial`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from specjax.kernels.sampling.noise import exponential
 from specjax.kernels.sampling.partial import MASKED, ResidualSample, SoftmaxStats, finite, inverse
 
 THREADS = 128
-TILE = 2048  # 16 numbers per thread: with noise 127 registers, so that four blocks share a processor; 32 take 250
+# 16 numbers per thread: with noise they take 127 registers, so that four blocks share a processor.
+# 32 numbers take 250.
+TILE = 2048
 
 
 def sample_pass(
     logits_RV, temperature_R, threshold_R, key_R2, first_token, num_valid: int, *, interpret=None
 ) -> SoftmaxStats:
-    """See `xla.sample_pass`; one part per tile. `interpret` is for tests: parameters of the Mosaic GPU
-    interpreter."""
+    """See `xla.sample_pass`; one part per tile.
+
+    `interpret` is `plgpu.InterpretGPUParams()` for Pallas' interpreter, from JAX 0.11 on.
+    """
     tiles = _Tiles(logits_RV)
     logits_RV, R = tiles.pad(logits_RV), logits_RV.shape[0]
     sampled, noise = temperature_R is not None, key_R2 is not None
@@ -35,8 +39,8 @@ def sample_pass(
 
     def body(x_ref, temperature_ref, threshold_ref, key_ref, first_ref, *out_refs):
         tile, row = lax.axis_index("tile"), lax.axis_index("row")
-        place, token, inside = tiles.place(tile, first_ref[0], num_valid)
-        x = finite(tiles.load(x_ref, (row,), place))
+        start, token, inside = tiles.columns(tile, first_ref[0], num_valid)
+        x = finite(tiles.load(x_ref, (row,), start))
         kept = inside & ~(x < threshold_ref[row])  # see `xla.sample_pass`
         x = jnp.where(kept, x, MASKED)
         largest = jnp.max(x)
@@ -89,7 +93,7 @@ def residual_pass(
         one_hot_B = jnp.where(sampled_B, -1, draft_B)
 
     def statistics(row_B, columns_BT):
-        """Returns threshold, largest logit and total of the row in question, `[B, 3]`."""
+        """Returns threshold, largest logit and total of one row per sequence, `[B, 3]`."""
         columns = [jnp.take_along_axis(x_BT, row_B[:, None], axis=1) for x_BT in columns_BT]
         return jnp.concatenate(columns, axis=1)
 
@@ -117,7 +121,7 @@ def residual_pass(
 
         @pl.when(temperature_ref[b] > 0.0)
         def _():
-            place, token, inside = tiles.place(tile, first_ref[0], num_valid)
+            start, token, inside = tiles.columns(tile, first_ref[0], num_valid)
             scale = inverse(temperature_ref[b])
 
             def dense(x, statistics_ref):
@@ -126,13 +130,13 @@ def residual_pass(
                 weight = jnp.exp((x - statistics_ref[b, 1]) * scale) * total_inverse
                 return jnp.where(inside & (x >= statistics_ref[b, 0]), weight, 0.0)
 
-            p = dense(tiles.load(x_ref, (b, row_ref[b]), place), target_ref)
-            # Each draft's logits are an array of their own: only the one that counts is read.
+            p = dense(tiles.load(x_ref, (b, row_ref[b]), start), target_ref)
+            # The logits of each draft are an array of their own: only the one in use is read.
             for m, ref in enumerate(draft_refs):
 
                 @pl.when(draft_row_ref[b] == m)
                 def _(ref=ref):
-                    staged[...] = tiles.load(ref, (b,), place).astype(jnp.float32)
+                    staged[...] = tiles.load(ref, (b,), start).astype(jnp.float32)
 
             q = jnp.where(token == one_hot_ref[b], 1.0, 0.0)
             if drafts:
@@ -156,7 +160,7 @@ def residual_pass(
 
 
 class _Tiles:
-    """How rows of arrays of the same vocabulary are cut into tiles."""
+    """The tiles that rows of arrays over the same vocabulary are cut into."""
 
     def __init__(self, *arrays):
         self.V = max(arrays[0].shape[-1], THREADS)  # a smaller vocabulary is padded
@@ -167,18 +171,19 @@ class _Tiles:
         self.vec = math.gcd(self.V, widest, self.size // THREADS)
 
     def pad(self, x):
-        """The array with at least as many columns as there are threads."""
+        """Returns the array with at least as many columns as there are threads."""
         missing = self.V - x.shape[-1]
-        return (
-            x
-            if missing == 0
-            else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
-        )
+        if missing == 0:
+            return x
+        widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
+        return jnp.pad(x, widths, constant_values=-jnp.inf)
 
-    def place(self, tile, first_token, num_valid: int):
-        """Of a tile: where it is read from, its token ids, and which of them count, inside of it
-        and below `num_valid`. The last tile is read from where it fits, and overlaps the one
-        before."""
+    def columns(self, tile, first_token, num_valid: int):
+        """Returns the first column of a tile, its token ids, and which of them are valid.
+
+        The last tile is read from where it fits, and overlaps the one before: columns of that one
+        are not valid, nor are ids from `num_valid` on.
+        """
         first = tile * self.size
         start = jnp.minimum(first, self.V - self.size)
         start = pl.multiple_of(start, math.gcd(self.V, self.size))
@@ -195,13 +200,13 @@ class _Tiles:
 
 
 def _best(value, token):
-    """The largest value and the first token that has it."""
+    """Returns the largest value and the first token that has it."""
     best = jnp.max(value)
     return best, jnp.min(jnp.where(value == best, token, 2**31 - 1))
 
 
 def _call(body, name: str, dtypes, num_rows: int, tiles: _Tiles, interpret, **options):
-    """A kernel that leaves a number of each dtype per row and tile."""
+    """Returns a kernel that writes a number of each dtype per row and tile."""
     options |= {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
         body,

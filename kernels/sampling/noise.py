@@ -1,5 +1,4 @@
-"""Random numbers as functions of a key and a counter: the same in plain jax.numpy and inside a
-kernel.
+"""Random numbers from a key and a counter, the same in plain jax.numpy and inside a kernel.
 
 Only 32-bit integer and float operations are used, on int32 (which wraps around), so that both give
 the same words.
@@ -15,8 +14,9 @@ PARITY = 0x1BD11BDA
 
 
 def threefry2x32(key0, key1, count0, count1):
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2,
-    3").
+    """Returns random bits of Threefry-2x32 with 20 rounds.
+
+    See Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
 
     Args:
       key0, key1, count0, count1: int32 scalars or arrays that broadcast.
@@ -29,31 +29,30 @@ def threefry2x32(key0, key1, count0, count1):
     for group in range(5):
         for rotation in ROTATIONS[group % 2]:
             x0 = x0 + x1
-            rotated = lax.shift_left(x1, jnp.int32(rotation)) | lax.shift_right_logical(
-                x1, jnp.int32(32 - rotation)
-            )
-            x1 = x0 ^ rotated
+            high = lax.shift_left(x1, jnp.int32(rotation))
+            low = lax.shift_right_logical(x1, jnp.int32(32 - rotation))
+            x1 = x0 ^ (high | low)
         x0 = x0 + keys[(group + 1) % 3]
         x1 = x1 + keys[(group + 2) % 3] + jnp.int32(group + 1)
     return x0, x1
 
 
 def uniform(key_R2):
-    """One uniform of [0, 1) per key, float32 `[R]`, a multiple of 2^-24: it can be exactly 0, never
-    1."""
+    """Returns one uniform number of [0, 1) per key, float32 `[R]`.
+
+    It is a multiple of 2^-24: it can be exactly 0, never 1.
+    """
     zero = jnp.int32(0)
-    return _high_bits(threefry2x32(key_R2[..., 0], key_R2[..., 1], zero, zero)[0]) * jnp.float32(
-        2**-24
-    )
+    word_R, _ = threefry2x32(key_R2[..., 0], key_R2[..., 1], zero, zero)
+    return _high_bits(word_R) * jnp.float32(2**-24)
 
 
 def exponential(key0, key1, token):
-    """An exponential variate (of mean 1) for each token id under a key, float32 in (2^-50, 17).
+    """Returns an exponential variate (of mean 1) per token id under a key, float32 in (2^-50, 17).
 
-    The race for the smallest exponential over weight draws a token in proportion to its weight,
-    which is the Gumbel-max trick without its outer logarithm: argmax w / E. What decides the race
-    of an unlikely token is a small E, so that is where it is fine-grained: E = -log(1 - v) with 48
-    bits in v.
+    argmax(w / E) samples a token in proportion to its weight w: the Gumbel-max trick without its
+    outer logarithm. An unlikely token wins by a small E only, so small values need the finest
+    resolution: E = -log(1 - v) with 48 bits in v.
     """
     high, low = threefry2x32(key0, key1, token, jnp.int32(0))
     v = (_high_bits(high) + (_high_bits(low) + 0.5) * jnp.float32(2**-24)) * jnp.float32(2**-24)
@@ -65,5 +64,5 @@ def exponential(key0, key1, token):
 
 
 def _high_bits(word):
-    """The upper 24 bits as a float32, exactly."""
+    """Returns the upper 24 bits as a float32, exactly."""
     return lax.shift_right_logical(word, jnp.int32(8)).astype(jnp.float32)

@@ -6,7 +6,6 @@ figures do not count. A goal that is missed is only shown.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 
@@ -79,10 +78,15 @@ def run(
         raise SpecJAXError(f"the kernels cannot run here: {missing}")
     sizes = bench.TINY if is_tiny else bench.FULL
     try:
-        with bench.interpreted() if missing else contextlib.nullcontext():
-            report = bench.run(sizes, page_size=page_size, budget_seconds=budget_seconds)
-    except NotImplementedError as error:
-        raise SpecJAXError(f"the kernels cannot run here: {error}") from error
+        implementation = dispatch.choose("interpret" if missing else "mosaic_gpu")
+    except ValueError as error:
+        raise SpecJAXError(str(error)) from error
+    report = bench.run(
+        sizes,
+        page_size=page_size,
+        budget_seconds=budget_seconds,
+        implementation=implementation,
+    )
     table, reasons = kernels.table(report, str(jax.devices()[0].device_kind))
     tables.wide_console().print(table)
     for i, reason in enumerate(reasons, 1):

@@ -67,7 +67,7 @@ def test_without_the_wheels_the_error_says_what_is_missing():
 
 
 def test_a_target_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match="there is: a100, h100"):
+    with pytest.raises(ValueError, match="choose from a100, h100"):
         aot.mesh("h1000")
 
 

@@ -1,14 +1,11 @@
-"""The kernels, and whole generations through them, on a real GPU: JAX_PLATFORMS=cuda pytest -m gpu
-tests/gpu"""
+"""The kernels, and whole generations through them, on a real GPU.
+
+Run JAX_PLATFORMS=cuda pytest -m gpu tests/gpu.
+"""
 
 import functools
 import os
-import pathlib
-import sys
-from types import SimpleNamespace
 
-# The cases of the kernels are those that run without a GPU.
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "kernels"))
 if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
     # What makes tiny models compile faster on a CPU would make the GPU's programs slow. No backend
     # exists yet.
@@ -26,39 +23,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_paged_attention as attention_tests
-import test_sampling_kernels as verify_tests
 
 from specjax import llama, sampling
 from specjax.config import LlamaConfig
 from specjax.engine import generate as generation
 from specjax.engine.load import Model
 from specjax.kernels import dispatch
-from specjax.kernels import sampling as verify
 from specjax.kernels.gpu import bench
 from specjax.kernels.paged_attention import mosaic_gpu as attention_kernel
-from specjax.kernels.sampling import mosaic_gpu as verify_kernel
 from specjax.kernels.sampling.noise import exponential
-from specjax.kernels.sampling.partial import join_residuals
 from specjax.sampling import SamplingArrays, Stream
+from support import attention, passes
 from support.loop import compilations
 from support.models import full_logits
 
 pytestmark = pytest.mark.gpu
 
 IMPLEMENTATION = "mosaic_gpu"
-PASSES = SimpleNamespace(
-    draw=jax.jit(
-        functools.partial(verify.draw, implementation=IMPLEMENTATION), static_argnames="num_valid"
-    ),
-    reject=jax.jit(
-        functools.partial(verify.reject, implementation=IMPLEMENTATION), static_argnames="num_valid"
-    ),
-    residual=jax.jit(
-        lambda *args, num_valid: join_residuals(verify_kernel.residual(*args, num_valid)),
-        static_argnames="num_valid",
-    ),
-)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -71,20 +52,18 @@ def gpu():
 
 
 class TestAttention:
-    @pytest.mark.parametrize("name", attention_tests.CASES)
+    @pytest.mark.parametrize("name", attention.CASES)
     def test_case(self, name):
-        case = attention_tests.CASES[name]
+        case = attention.CASES[name]
         arrays, ancestors_BT2 = case.arguments()
-        out_BTNH = attention_tests.ATTENTION(
+        out_BTNH = attention.ATTENTION(
             *arrays, ancestors_BT2=ancestors_BT2, implementation=IMPLEMENTATION
         )
         assert not case.wrong(np.asarray(out_BTNH, np.float64)).any()
 
     @pytest.mark.parametrize("splits", [1, 2, 3, 7])
     def test_splits(self, splits):
-        case = attention_tests.Case(
-            [-1, 3, 150, 390], 6, G=4, K=2, H=128, Z=64, X=7, dtype="bfloat16"
-        )
+        case = attention.Case([-1, 3, 150, 390], 6, G=4, K=2, H=128, Z=64, X=7, dtype="bfloat16")
         out_BTNH = jax.jit(functools.partial(attention_kernel.paged_attention, num_splits=splits))(
             *case.arguments()[0]
         )
@@ -92,38 +71,40 @@ class TestAttention:
 
     def test_it_gives_the_same_every_time(self):
         """A race would hardly."""
-        case = attention_tests.Case(
+        case = attention.Case(
             [100, 2000, 777, -1], 6, G=4, K=8, H=128, Z=64, X=32, dtype="bfloat16"
         )
         arrays, _ = case.arguments()
         first = np.asarray(
-            attention_tests.ATTENTION(*arrays, implementation=IMPLEMENTATION).astype(jnp.float32)
+            attention.ATTENTION(*arrays, implementation=IMPLEMENTATION).astype(jnp.float32)
         )
         for _ in range(50):
-            again = attention_tests.ATTENTION(*arrays, implementation=IMPLEMENTATION)
+            again = attention.ATTENTION(*arrays, implementation=IMPLEMENTATION)
             np.testing.assert_array_equal(np.asarray(again.astype(jnp.float32)), first)
 
 
-class TestVerification:
+class TestPasses:
     @pytest.mark.parametrize(
         ("V", "dtype", "valid"),
         [(2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)],
     )
-    def test_draws(self, V, dtype, valid):
-        verify_tests.Round(PASSES, V, dtype=dtype, valid=valid).check_draws()
+    def test_samples(self, V, dtype, valid):
+        passes.Round(passes.product(IMPLEMENTATION), V, dtype=dtype, valid=valid).check_samples()
 
     @pytest.mark.parametrize(
         ("V", "dtype", "guess", "seed"),
         [(2048, jnp.bfloat16, True, 1), (4999, jnp.float32, False, 2), (40, jnp.float32, False, 3)],
     )
     def test_rejection(self, V, dtype, guess, seed):
-        verify_tests.Round(
-            PASSES, V, dtype=dtype, guess=guess, valid=V - 3, seed=seed
+        passes.Round(
+            passes.product(IMPLEMENTATION), V, dtype=dtype, guess=guess, valid=V - 3, seed=seed
         ).check_rejection()
 
     @pytest.mark.parametrize("kind", ["random", "both have zeros", "guess, p has zeros"])
     def test_the_emitted_distribution_is_the_targets(self, kind):
-        verify_tests.check_emitted_distribution(PASSES, 3, 2, kind, seeds=[0], counts=[2])
+        passes.check_emitted_distribution(
+            passes.product(IMPLEMENTATION), 3, 2, kind, seeds=[0], counts=[2]
+        )
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
@@ -134,8 +115,10 @@ def test_checks_of_the_benchmark(page_size):
 
 @functools.cache
 def model(dtype, seed: int = 0, noise: float = 0.0) -> Model:
-    """A random Llama that the kernels can run, with wide weights, so that its distributions are far from
-    flat."""
+    """A random Llama that the kernels support.
+
+    Its weights are wide, so that its distributions are far from flat.
+    """
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=128,
@@ -168,7 +151,7 @@ NEW = 48
 
 
 def generate(drafter, **options):
-    """Texts of the bfloat16 model, on the kernels."""
+    """Returns texts of the bfloat16 model, on the kernels."""
     options = dict(verify="coupled", max_new_tokens=NEW, implementation=IMPLEMENTATION) | options
     if drafter == "draft_model":
         options |= dict(draft=model(jnp.bfloat16, noise=0.1))
@@ -177,20 +160,17 @@ def generate(drafter, **options):
 
 
 def on_xla(dtype, tokens_BS):
-    """`conftest.full_logits` by the reference: its page is as long as the text, which no kernel of
-    ours takes."""
+    """Returns `full_logits` of the reference: its page is as long as the text."""
     return jnp.asarray(full_logits(model(dtype), tokens_BS), jnp.float32)
 
 
 class Judge:
-    """Of which token is right after a text: the logits of the same weights in float32, on the `xla`
-      implementation.
+    """Decides which token is right after a text, by float32 logits of the `xla` implementation.
 
-    Logits in bfloat16 are off. By how much, the `xla` implementation itself shows on the same
-      texts: what its bfloat16
-    logits differ at most from its float32 ones is what either of two compared logits may be off by
-    on a kernel, and as much again is left for the kernel's own order of rounding. Two tokens within
-    four times it are a near tie.
+    Logits in bfloat16 are off. The largest difference of the bfloat16 and float32 logits of `xla`
+    on the same texts is what either of two compared logits of a kernel may be off by, and as much
+    again is left for the kernel's own order of rounding. Two tokens within four times it are a near
+    tie.
     """
 
     def __init__(self, texts):
@@ -200,17 +180,15 @@ class Judge:
         with jax.default_matmul_precision("highest"):
             self.logits_BSV = on_xla(jnp.float32, tokens_BS)
         off_BSV = abs(on_xla(jnp.bfloat16, tokens_BS) - self.logits_BSV)
-        written_BS = (
-            np.arange(256)
-            < np.array([len(p) + len(t) for p, t in zip(PROMPTS, texts, strict=True)])[:, None]
-        )
+        lengths = [len(prompt) + len(text) for prompt, text in zip(PROMPTS, texts, strict=True)]
+        written_BS = np.arange(256) < np.array(lengths)[:, None]
         self.margin = 4 * float(off_BSV.max(-1)[written_BS].max())
         self.texts = texts
         # A margin that most wrong tokens would pass is none.
         assert self.margin < 0.5 * float(self.logits_BSV.std(-1)[written_BS].mean())
 
     def values(self, b: int, i: int, temperature: float, seed: int):
-        """What the i-th new token is the largest of, as logits."""
+        """Returns the values of which the i-th new token is the largest, as logits."""
         position = len(PROMPTS[b]) + i
         logits_V = np.asarray(self.logits_BSV[b, position - 1], np.float64)
         if temperature == 0:
@@ -222,18 +200,13 @@ class Judge:
 
     def check(self, temperature: float = 0.0, seed: int = 0):
         """Every token is the best after the text before it, or nearly."""
-        behind_BN = np.array(
-            [
-                [
-                    value_V.max() - value_V[token]
-                    for i, token in enumerate(text)
-                    for value_V in [self.values(b, i, temperature, seed)]
-                ]
-                for b, text in enumerate(self.texts)
-            ]
-        )
-        assert behind_BN.max() <= self.margin
-        assert (behind_BN == 0).mean() > 0.9, "far more near ties than bfloat16 makes"
+        behind = []
+        for b, text in enumerate(self.texts):
+            for i, token in enumerate(text):
+                value_V = self.values(b, i, temperature, seed)
+                behind.append(value_V.max() - value_V[token])
+        assert max(behind) <= self.margin
+        assert np.mean(np.array(behind) == 0) > 0.9, "far more near ties than bfloat16 makes"
 
 
 class TestGeneration:

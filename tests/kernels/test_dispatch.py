@@ -4,6 +4,7 @@ import types
 
 import jax
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from specjax.kernels import dispatch
 
@@ -13,13 +14,13 @@ def on(monkeypatch, platform: str, capability: str | None = None, **facts):
     monkeypatch.setattr(jax, "devices", lambda: [device])
 
 
-@pytest.mark.parametrize("unsupported", [None, "it needs other shapes"])
+@pytest.mark.parametrize("unsupported", [None, "requires other shapes"])
 def test_hopper_runs_the_kernels_where_they_can_do_it(monkeypatch, unsupported):
     on(monkeypatch, "gpu", "9.0")
     assert dispatch.choose(None, unsupported) == ("xla" if unsupported else "mosaic_gpu")
     assert dispatch.choose("xla", unsupported) == "xla"
     if unsupported:
-        with pytest.raises(ValueError, match="'mosaic_gpu' cannot run here: it needs other shapes"):
+        with pytest.raises(ValueError, match="'mosaic_gpu' cannot run here: requires other shapes"):
             dispatch.choose("mosaic_gpu", unsupported)
     else:
         assert dispatch.choose("mosaic_gpu") == "mosaic_gpu"
@@ -29,8 +30,8 @@ def test_hopper_runs_the_kernels_where_they_can_do_it(monkeypatch, unsupported):
     ("platform", "capability", "reason"),
     [
         ("cpu", None, "JAX runs on 'cpu'"),
-        ("gpu", "8.0", "this one has 8.0"),
-        ("gpu", "10.0", "this one has 10.0"),
+        ("gpu", "8.0", "9.0 .Hopper., got 8.0"),
+        ("gpu", "10.0", "9.0 .Hopper., got 10.0"),
         ("gpu", "gfx942", "JAX runs on"),
     ],
 )
@@ -43,9 +44,44 @@ def test_elsewhere_a_wish_for_the_kernels_is_refused_with_the_reason(
         dispatch.choose("mosaic_gpu")
 
 
-def test_a_name_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="'triton' does not exist; there is: mosaic_gpu, xla"):
+def test_an_unknown_name_is_an_error():
+    expected = "unknown implementation 'triton'; choose from mosaic_gpu, xla, interpret"
+    with pytest.raises(ValueError, match=expected):
         dispatch.choose("triton")
+
+
+class TestInterpreter:
+    """The kernels' function with an argument, only where it is named."""
+
+    NAME = "specjax.kernels.sampling"
+
+    def test_it_is_the_kernel_with_an_argument(self, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+        parameters = object()
+        monkeypatch.setattr(plgpu, "InterpretGPUParams", lambda: parameters, raising=False)
+        assert dispatch.choose("interpret") == "interpret"
+        interpreted = dispatch.function(self.NAME, "sample_pass", "interpret")
+        assert interpreted.func is dispatch.function(self.NAME, "sample_pass", "mosaic_gpu")
+        assert interpreted.keywords == {"interpret": parameters}
+
+    def test_before_jax_0_11_the_error_names_the_version(self, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 10, 9))
+        monkeypatch.setattr(jax, "__version__", "0.10.9")
+        expected = "'interpret' cannot run here: requires jax 0.11 or newer .*, got 0.10.9"
+        with pytest.raises(ValueError, match=expected):
+            dispatch.choose("interpret")
+
+    def test_what_the_kernel_does_not_support_it_does_not_either(self, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+        with pytest.raises(ValueError, match="'interpret' cannot run here: requires other shapes"):
+            dispatch.choose("interpret", "requires other shapes")
+
+    def test_it_is_never_chosen_by_default(self, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+        on(monkeypatch, "cpu")
+        assert dispatch.choose(None) == "xla"
+        on(monkeypatch, "gpu", "9.0")
+        assert dispatch.choose(None) == "mosaic_gpu"
 
 
 def test_compiling_for_a_gpu_that_is_absent():

@@ -1,15 +1,12 @@
-"""Paged attention against dense attention in float64: one class of cases, run for every
-implementation.
+"""Paged attention against dense attention in float64, for every implementation.
 
-The Mosaic kernel runs on the CPU, in Pallas' interpreter for GPUs with its race detector on.
+The Mosaic GPU kernel runs on the CPU, in Pallas' interpreter with its race detector on.
 """
 
-import dataclasses
 import functools
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,151 +19,26 @@ from specjax.kernels.paged_attention import (
     unsupported,
     xla,
 )
-
-ATTENTION = jax.jit(paged_attention, static_argnames="implementation")
+from support.attention import CASES, Case
 
 if jax.__version_info__ >= (0, 11):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="JAX before 0.11 (that is, on Python 3.11) has no interpreter for Mosaic GPU kernels",
+    dispatch.missing_interpreter() is not None, reason=str(dispatch.missing_interpreter())
 )
-IMPLEMENTATIONS = [
-    pytest.param(name, marks=needs_interpreter if name == "mosaic_gpu" else ())
-    for name in dispatch.IMPLEMENTATIONS
-]
-
-
-@dataclasses.dataclass
-class Case:
-    """Queries, and the keys and values of ragged sequences, both dense and in pages that are
-    scattered over a pool.
-
-    Positions that nothing was written to, and pages that no sequence holds, are NaN.
-    """
-
-    starts: list[int]
-    T: int
-    G: int = 2
-    K: int = 2
-    H: int = 8
-    Z: int = 4
-    X: int = 6
-    tree: bool = False  # random ancestors
-    dtype: str = "float32"
-    splits: int | None = None  # of the Mosaic kernel
-    spare_pages: int = 3
-    seed: int = 0
-
-    def __post_init__(self):
-        rng = np.random.default_rng(self.seed)
-        self.start_B = np.array(self.starts, np.int32)
-        B, P = len(self.starts), len(self.starts) * self.X + self.spare_pages
-
-        def normal(*shape):  # as the dtype has it: the reference sees the very same numbers
-            return np.asarray(jnp.asarray(rng.standard_normal(shape), self.dtype), np.float64)
-
-        self.q_BTNH = 2 * normal(B, self.T, self.G * self.K, self.H)
-        self.k_BSKH, self.v_BSKH = normal(2, B, self.X * self.Z, self.K, self.H)
-        self.k_pool, self.v_pool = np.full((2, P, self.K, self.Z, self.H), np.nan)
-        self.block_table_BX = np.full((B, self.X), P, np.int32)
-        pages = iter(rng.permutation(P))
-        for b, start in enumerate(self.starts):
-            for position in range(start + self.T):
-                x, z = divmod(position, self.Z)
-                if z == 0:
-                    self.block_table_BX[b, x] = next(pages)
-                self.k_pool[self.block_table_BX[b, x], :, z] = self.k_BSKH[b, position]
-                self.v_pool[self.block_table_BX[b, x], :, z] = self.v_BSKH[b, position]
-        self.seen_BTJ = np.broadcast_to(np.tri(self.T, dtype=bool), (B, self.T, self.T))
-        if self.tree:
-            self.seen_BTJ = np.tril(rng.random((B, self.T, self.T)) < 0.3) | np.eye(
-                self.T, dtype=bool
-            )
-
-    def arguments(self):
-        arrays = [jnp.asarray(x, self.dtype) for x in (self.q_BTNH, self.k_pool, self.v_pool)]
-        arrays += [jnp.asarray(self.block_table_BX), jnp.asarray(self.start_B)]
-        return arrays, pack_ancestors(jnp.asarray(self.seen_BTJ)) if self.tree else None
-
-    def run(self, implementation):
-        arrays, ancestors_BT2 = self.arguments()
-        if implementation == "mosaic_gpu":
-            interpret = InterpretGPUParams(detect_races=True)
-            out = mosaic_gpu.paged_attention(
-                *arrays, ancestors_BT2, interpret=interpret, num_splits=self.splits
-            )
-            out.block_until_ready()
-            assert not gpu_callbacks.get_races().races_found
-        else:
-            out = ATTENTION(*arrays, ancestors_BT2=ancestors_BT2, implementation=implementation)
-        assert out.dtype == self.dtype and out.shape == self.q_BTNH.shape
-        return np.asarray(out, np.float64)
-
-    @functools.cached_property
-    def expected(self):
-        """Dense attention, and the same over the magnitudes of the values."""
-        out_BTNH, size_BTNH = np.zeros((2, *self.q_BTNH.shape))
-        for b, t, n in np.ndindex(self.q_BTNH.shape[:3]):
-            before = max(self.start_B[b], 0)
-            new_J = [self.start_B[b] + j for j in range(self.T) if self.seen_BTJ[b, t, j]]
-            seen = [*range(before), *(position for position in new_J if position >= 0)]
-            if seen:
-                scores_S = (
-                    self.k_BSKH[b, seen, n // self.G] @ self.q_BTNH[b, t, n] / np.sqrt(self.H)
-                )
-                weight_S = np.exp(scores_S - scores_S.max())
-                v_SH = self.v_BSKH[b, seen, n // self.G]
-                out_BTNH[b, t, n] = weight_S / weight_S.sum() @ v_SH
-                size_BTNH[b, t, n] = weight_S / weight_S.sum() @ abs(v_SH)
-        return out_BTNH, size_BTNH
-
-    def wrong(self, out_BTNH):
-        """Which numbers are further off than rounding explains.
-
-        Two roundings to the dtype are allowed, each to the nearest: of the weights, which moves the
-          sum of weighted
-        values by that part of the sum of their magnitudes at most, and of the output. Products are
-        exact in float32; 3e-6 is for its sums.
-        """
-        expected_BTNH, size_BTNH = self.expected
-        tolerance_BTNH = float(jnp.finfo(self.dtype).eps) * size_BTNH + 3e-6
-        return ~(abs(out_BTNH - expected_BTNH) <= tolerance_BTNH)
-
-    def check(self, implementation):
-        wrong_BTNH = self.wrong(self.run(implementation))
-        assert not wrong_BTNH.any(), (
-            f"{wrong_BTNH.mean():.1%} wrong, at {np.argwhere(wrong_BTNH)[:5].tolist()}"
-        )
-
-
-# What the kernel for GPUs can do; few and rich, for its interpreter is slow. A block is 64 positions, a
-# tile 64 rows.
-CASES = {
-    "ragged": Case([-1, 13, 63, 64], 2, G=1, H=64, Z=16, X=5, dtype="bfloat16"),
-    "tree, splits without work": Case(
-        [3, 150], 5, G=9, K=1, H=64, Z=32, tree=True, dtype="bfloat16", splits=3
-    ),
-    "tree of 64": Case([10, 97], 64, K=1, H=128, Z=64, X=3, tree=True, dtype="bfloat16"),
-    "tree, tiles that are not full": Case(
-        [-1, 40], 9, G=16, K=1, H=64, Z=32, tree=True, dtype="bfloat16"
-    ),
-    "chunk": Case([0, 70], 128, G=3, K=1, H=64, Z=128, X=2, dtype="bfloat16"),
-    "float16": Case([130, 5, -1], 3, G=8, K=1, H=128, Z=16, X=9, dtype="float16", splits=2),
-    "more blocks than stages": Case([390], 1, G=4, K=1, H=64, Z=64, X=7, dtype="bfloat16"),
-    "groups of 7": Case([16], 1, G=7, K=1, H=64, Z=16, dtype="bfloat16"),
-}
+# On a real GPU the same cases run in tests/gpu.
+IMPLEMENTATIONS = ["xla", pytest.param("interpret", marks=needs_interpreter)]
 
 
 @pytest.fixture(autouse=True)
 def read_operands(monkeypatch):
-    """Makes the interpreter's race detector look at what wgmma reads, which by itself it doesn't."""
+    """Shows the race detector what wgmma reads, which it does not see by itself."""
 
     def wgmma(acc, a, b, multiply=plgpu.wgmma):
         a[...], b[...]
-        plgpu.commit_smem()  # wgmma reads through the async proxy, as TMA writes, but what stands here doesn't
+        # wgmma reads through the async proxy, as TMA writes, but the reads above do not.
+        plgpu.commit_smem()
         multiply(acc, a, b)
 
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
@@ -180,7 +52,7 @@ class TestEveryImplementation:
 
     def test_a_sequence_without_pages_gives_zeros_and_disturbs_nobody(self, implementation):
         case = Case([6, 9, 3], 2, G=6, K=1, H=64, Z=16, X=1, dtype="bfloat16")
-        case.block_table_BX[1] = -1  # would read the last page where nobody looks out
+        case.block_table_BX[1] = -1  # would read the last page if the id were not checked
         case.k_pool[-1], case.v_pool[-1] = 1, 1
         out_BTNH = case.run(implementation)
         assert (out_BTNH[1] == 0).all()
@@ -209,9 +81,8 @@ def test_zeros_and_shifted_outputs_are_found_wrong(name):
 # In the order in which the kernel's source has them; two of them once more in the loop over masked
 # blocks.
 WAITS = ["consumed", "queries", "keys", "values", "keys, masked", "values, masked", "zeroed"]
-CONTROL = Case(
-    [198], 5, G=16, K=1, H=64, Z=64, dtype="bfloat16"
-)  # four blocks, two consumers, an end inside a block
+# Four blocks, two consumers, an end inside a block.
+CONTROL = Case([198], 5, G=16, K=1, H=64, Z=64, dtype="bfloat16")
 
 
 @needs_interpreter
@@ -238,14 +109,14 @@ class TestRacesAreFound:
 
     def test_none_in_the_kernel_as_it_is(self, monkeypatch):
         found = self.remove_wait(monkeypatch, None)
-        CONTROL.check("mosaic_gpu")
+        CONTROL.check("interpret")
         assert len(found) == len(WAITS)
 
     @pytest.mark.parametrize("removed", range(len(WAITS)), ids=WAITS)
     def test_where_a_wait_is_missing(self, monkeypatch, removed):
         self.remove_wait(monkeypatch, removed)
         with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-            CONTROL.check("mosaic_gpu")
+            CONTROL.check("interpret")
 
 
 class TestXLA:
@@ -283,16 +154,16 @@ class TestXLA:
 
     def test_a_tree_of_33_needs_its_second_word(self):
         case = Case([2, -1], 33, X=9, tree=True)
-        case.seen_BTJ[:, 32, 31:] = True
+        case.seen_BTT[:, 32, 31:] = True
         case.check("xla")
-        case.seen_BTJ[:, 32, :32] = False
+        case.seen_BTT[:, 32, :32] = False
         del case.expected
         case.check("xla")
 
 
 def test_ancestors_of_a_chain_are_causal():
     case = Case([3, 20], 3, tree=True)
-    case.seen_BTJ = np.broadcast_to(np.tri(3, dtype=bool), (2, 3, 3))
+    case.seen_BTT = np.broadcast_to(np.tri(3, dtype=bool), (2, 3, 3))
     with_bits = case.run("xla")
     case.tree = False
     np.testing.assert_array_equal(with_bits, case.run("xla"))
@@ -304,7 +175,9 @@ def test_bits_of_ancestors():
     mask_BTT[0, 1, [32, 34, 63]] = True
     words_BT2 = np.asarray(pack_ancestors(mask_BTT)).view(np.uint32)
     assert words_BT2[0, :3].tolist() == [[1 + 2**31, 0], [0, 1 + 4 + 2**31], [0, 0]]
-    with pytest.raises(ValueError, match="room for 64 new tokens, and here are 65"):
+    with pytest.raises(
+        ValueError, match="requires at most 64 new tokens for ancestor bits, got 65"
+    ):
         pack_ancestors(np.zeros((1, 65, 65), bool))
 
 
@@ -318,13 +191,13 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="do not fit 2 sequences"):
         case.run("xla")
     case = Case([0, 7], 2, tree=True)
-    case.seen_BTJ = case.seen_BTJ[:, :1, :1]
+    case.seen_BTT = case.seen_BTT[:, :1, :1]
     with pytest.raises(ValueError, match=r"ancestors \(2, 1, 2\) do not fit 2 x 2 new tokens"):
         case.run("xla")
 
 
 def test_an_implementation_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="'vulkan' does not exist; there is: mosaic_gpu, xla"):
+    with pytest.raises(ValueError, match="implementation 'vulkan'; choose from mosaic_gpu, xla"):
         Case([0], 1).run("vulkan")
 
 
@@ -338,10 +211,10 @@ def trace(implementation, **options):
 
 
 UNSUPPORTED = [
-    (dict(dtype="float32"), "keys and values in bfloat16 or float16, and these are float32"),
-    (dict(H=96), "heads of 64 or 128 channels, and these have 96"),
-    (dict(Z=8), "pages of 16, 32, 64 or 128 positions, and these have 8"),
-    (dict(G=17, K=1), "at most 16 query heads per kv head, and here are 17"),
+    (dict(dtype="float32"), "keys and values in bfloat16 or float16, got float32"),
+    (dict(H=96), "head_dim 64 or 128, got 96"),
+    (dict(Z=8), "page_size 16, 32, 64 or 128, got 8"),
+    (dict(G=17, K=1), "at most 16 query heads per kv head, got 17"),
 ]
 
 
@@ -352,7 +225,7 @@ def test_on_a_gpu_the_kernel_runs(implementation):
 
 @pytest.mark.parametrize(("options", "reason"), UNSUPPORTED)
 def test_what_the_kernel_cannot_do_is_said_or_left_to_xla(options, reason):
-    with pytest.raises(ValueError, match=f"cannot run here: it needs {reason}"):
+    with pytest.raises(ValueError, match=f"cannot run here: requires {reason}"):
         trace("mosaic_gpu", **options)
     assert "barrier_wait" not in str(trace(None, **options))
 
@@ -362,7 +235,7 @@ def test_queries_of_another_dtype_are_left_to_xla():
         jax.ShapeDtypeStruct((1, 1, 2, 64), "float32"),
         jax.ShapeDtypeStruct((1, 1, 16, 64), "bfloat16"),
     )
-    reason = "it needs queries in the dtype of the pools, bfloat16, and these are float32"
+    reason = "requires queries in the dtype of the pools, bfloat16, got float32"
     assert unsupported(q, pool) == reason
 
 
