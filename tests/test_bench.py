@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.bench import costs, domains, paging, saturation, synthetic
+from specjax.bench import costs, decode, gpu, paging, saturation
+from specjax.bench.setup import Setup, Speculation
+from specjax.cli import jsonl
 from specjax.config import LlamaConfig
 from specjax.drafters import registry
 from specjax.engine import generate as generation
@@ -21,6 +23,7 @@ from support.models import similar, tiny, tiny_head
 
 TARGET = tiny(6)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
+SETUP = Setup(MODEL, page_size=4)
 SHAPE = LlamaConfig(
     vocab_size=64,
     hidden_size=32,
@@ -72,15 +75,12 @@ def test_costs_are_those_of_rounds_in_which_everything_is_drafted(name):
     ]
     drafter = registry.make(name, 3, TARGET.config, config)
     found = costs.measure(
-        MODEL,
+        SETUP,
         3,
         [(drafter, params)],
         batch_size=2,
         length=9,
         temperature=1.0,
-        verify="rejection",
-        page_size=4,
-        implementation=None,
         repeats=2,
     )
     assert found.plain_seconds > 0 and found.verify > 0 and np.isfinite(found.draft)
@@ -93,7 +93,7 @@ def test_costs_are_in_plain_steps_and_add_up_over_drafters(monkeypatch):
 
     def interleaved(prepare, repeats):
         for function in prepare.values():
-            ran[len(ran)] = np.asarray(function()().rounds_B).max()
+            ran[len(ran)] = np.asarray(function()().log.rounds_B).max()
         return dict(zip(prepare, (8.0, 1.5, 12.0, 14.4, 16.8), strict=True))
 
     monkeypatch.setattr(costs.timing, "interleaved", interleaved)
@@ -102,15 +102,12 @@ def test_costs_are_in_plain_steps_and_add_up_over_drafters(monkeypatch):
         (registry.make("ngram", 3, TARGET.config), None),
     ]
     found = costs.measure(
-        MODEL,
+        SETUP,
         3,
         parts,
         batch_size=1,
         length=9,
         temperature=0.0,
-        verify="rejection",
-        page_size=4,
-        implementation=None,
         repeats=2,
     )
     assert dataclasses.astuple(found) == pytest.approx((1.0, (0.3 + 0.6) / 3, 1.5, 0.5))
@@ -169,14 +166,13 @@ def test_a_changed_greedy_text_stops_the_benchmark(monkeypatch):
     with pytest.raises(
         SpecJAXError, match="a prompt of code: speculation with ngram changed the greedy text"
     ):
-        domains.by_domain(
-            MODEL,
+        decode.measure(
+            Setup(MODEL, page_size=8),
             [("code", (1, 2, 3))],
-            {"ngram": {"drafter": "ngram", "num_speculative_tokens": 2}},
+            {"ngram": Speculation("ngram", None, 2, {})},
             temperatures=[0.0],
             max_new_tokens=8,
             repeats=1,
-            common={"verify": "rejection", "page_size": 8, "implementation": None},
         )
 
 
@@ -206,27 +202,25 @@ def test_saturation(command, folder, prompts, tmp_path):
 def test_every_batch_size_decodes_the_same_texts(monkeypatch):
     seen = []
 
-    def record(target, *args, **options):
-        run = generate(target, *args, **options)
+    def record(target, drafter, prompts, **options):
+        run = generate(target, drafter, prompts, **options)
         texts = [completion.tokens for completion in run.completions]
-        seen.append(
-            (options.get("num_speculative_tokens", 0), options["prompts"], options["seed"], texts)
-        )
+        K = options.get("num_speculative_tokens", 0)
+        seen.append((K, prompts, options["seed"], texts))
         return run
 
     generate = generation.generate
     monkeypatch.setattr(generation, "generate", record)
     prompts = [(1, 2, 3), (4, 5), (6, 7, 8)]
     saturation.measure(
-        MODEL,
+        Setup(MODEL, "coupled", page_size=8),
         prompts,
-        {"drafter": "ngram"},
+        Speculation("ngram", None, 1, {}),
         batch_sizes=[1, 2, 8],
-        num_speculative_tokens=[3],
+        draft_lengths=[3],
         max_new_tokens=6,
         temperature=1.0,
         repeats=1,
-        common={"verify": "coupled", "page_size": 8, "implementation": None},
     )
     assert [(k, len(texts)) for k, *_, texts in seen] == [
         (k, rows) for rows, calls in ((1, 3), (2, 2), (8, 1)) for _ in range(calls) for k in (0, 3)
@@ -248,7 +242,7 @@ def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
     biased = dataclasses.replace(SHAPE, attention_bias=True, mlp_bias=True)
     found = []
     for shape, epsilon in ((biased, 0.0), (SHAPE, 0.0), (SHAPE, 0.3), (SHAPE, 3.0)):
-        target, draft = synthetic.make_pair(shape, 2, 0, jnp.float32, epsilon)
+        target, draft = gpu.make_pair(shape, 2, 0, jnp.float32, epsilon)
         run = generation.generate(
             target,
             "draft_model",
@@ -259,7 +253,7 @@ def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
             seed=list(range(8)),
             max_new_tokens=40,
         )
-        found.append(synthetic.metrics.acceptance(run.completions, 2).rate)
+        found.append(gpu.metrics.acceptance(run.completions, 2).rate)
     assert found[0] == found[1] == 1 and 1 > found[2] > found[3]
 
 
@@ -311,7 +305,7 @@ def test_gpu_in_small(command, tmp_path, wanted):
 @pytest.mark.parametrize(
     "mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"]
 )
-def test_peers(command, folder, prompts, tmp_path, mesh):
+def test_baselines(command, folder, prompts, tmp_path, mesh):
     outcome = command(
         "bench",
         "baselines",
@@ -332,7 +326,7 @@ def test_peers(command, folder, prompts, tmp_path, mesh):
     assert all(min(row["plain"], row["speculative"], row["roofline"]) > 0 for row in rows)
 
 
-def test_peers_with_transformers(command, folder, prompts, tmp_path):
+def test_baselines_with_transformers(command, folder, prompts, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
     outcome = command(
@@ -353,7 +347,7 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["baselines", "--baselines=vllm"], ["baseline 'vllm' is not known; known: transformers"]),
+        (["baselines", "--baselines=vllm"], ["unknown baseline 'vllm'; choose from transformers"]),
         (["decode", "--temperatures=hot"], ["--temperatures must be numbers"]),
         (["decode", "--temperatures=-1"], ["--temperatures must be finite and at least 0"]),
         (["decode", "--temperatures=nan"], ["--temperatures must be finite and at least 0"]),
@@ -365,7 +359,7 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
         ),
         (
             ["decode", "--drafter=ngram", "--num_speculative_tokens=0"],
-            ["--num_speculative_tokens=0: 0 is not a positive"],
+            ["--num_speculative_tokens=0: 0 is not an integer in the range [1, 128]"],
         ),
         (
             ["decode", "--drafter=ngram", "--draft=x"],
@@ -374,14 +368,14 @@ def test_peers_with_transformers(command, folder, prompts, tmp_path):
         (["decode", "--drafter=ngram", "--drafter_options=min_n=9"], ["min_n=9"]),
         (
             ["decode", "--drafter=ngram", "--drafter=eagle", "--drafter_options=min_n=1"],
-            ["no head comes with SpecJAX"],
+            ["--drafter_options apply to one --drafter"],
         ),
         (["saturation", "--plot=x.jpg"], ["--plot=x.jpg must end in .png"]),
         (
             ["baselines", "--gguf=x.gguf"],
-            ["--gguf=x.gguf is for llama.cpp, which --baselines does not name"],
+            ["--gguf=x.gguf applies to llama.cpp only, which --baselines does not name"],
         ),
-        (["baselines", "--threads=1"], ["--threads is for the engines of --baselines"]),
+        (["baselines", "--threads=1"], ["--threads applies to the engines of --baselines"]),
         (
             ["baselines", "--baselines=transformers", "--max_new_tokens=1"],
             ["--max_new_tokens must be at least 2"],
@@ -411,17 +405,14 @@ def test_prompts_without_a_domain_are_refused(command, folder, tmp_path):
         command(
             "bench", "decode", f"--target={folder}", "--drafter=ngram", f"--prompts_file={path}"
         ),
-        path,
-        "prompt 1 has no 'domain'",
+        f"{path}, line 1: the prompt has no 'domain'",
     )
 
 
 def test_the_prompts_that_ship_are_of_four_domains():
-    from specjax.cli import bench_decode, jsonl
-
-    rows = jsonl.read_prompts(str(bench_decode.PROMPTS))
-    counts = {
-        domain: sum(row["domain"] == domain for row in rows) for domain in bench_decode.PUBLIC
-    }
+    rows = jsonl.read_prompts(str(decode.PROMPTS))
+    counts = dict.fromkeys(decode.PUBLIC, 0)
+    for row in rows:
+        counts[row["domain"]] += 1
     assert all(count >= 12 for count in counts.values()) and sum(counts.values()) == len(rows)
     assert len({json.dumps(row["prompt"]) for row in rows}) == len(rows)

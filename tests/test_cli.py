@@ -1,7 +1,7 @@
 """The `specjax` command. Most runs call `main` in this process, so that they share compiled
 programs."""
 
-import io
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,12 +13,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 import specjax
 from specjax.checkpoints_convert import eagle as heads
-from specjax.cli import common, demo, jsonl, main
-from specjax.engine.generate import Completion, Generation
+from specjax.cli import jsonl, main
+from specjax.engine.request import Completion, Generation
 from specjax.train import init_head
 from support import folders
 from support.cli import Outcome, check_refused, write_lines, write_model, write_prompts
@@ -165,7 +164,7 @@ class TestGenerate:
         assert "The texts with and without speculation are identical." in outcome.out
         assert re.search(r"plain .* speculative", outcome.out)
         assert re.search(r"^ speedup +\S? +\S? +\d+\.\d\dx", outcome.out, re.MULTILINE), outcome.out
-        assert "a round costs, in plain steps" in outcome.out
+        assert "cost of a round, in plain steps" in outcome.out
 
     def test_compare_of_sampled_texts(self, command, folder):
         arguments = (
@@ -177,7 +176,9 @@ class TestGenerate:
         )
         outcome = command(*arguments)
         assert outcome.code == 0
-        assert "Sampled texts differ with speculation" in outcome.out
+        assert (
+            "Sampled texts may differ with speculation; their distribution does not." in outcome.out
+        )
         assert "identical" not in outcome.out
         outcome = command(*arguments, "--verify=coupled")
         assert outcome.code == 0
@@ -265,6 +266,28 @@ class TestGenerate:
         outcome = command("generate", f"--target={tmp_path / 'model'}", "--prompt=a")
         check_refused(outcome, "prompt 0 is text", f"{tmp_path / 'model'} has no tokenizer")
 
+    def test_generate_streams_to_a_terminal(self, command, folder, target, monkeypatch):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        prompts = ["hello hello", "or", "he"]
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            *(f"--prompt={prompt}" for prompt in prompts),
+            "--max_new_tokens=24",
+        )
+        assert outcome.code == 0
+        assert "\x1b[32maccepted drafts\x1b[0m" in outcome.out
+        plain = re.sub(r"\x1b\[[\d;]*m", "", outcome.out)
+        texts = [
+            c.text
+            for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions
+        ]
+        assert (
+            "".join(f"> {prompt}\n{text}\n\n" for prompt, text in zip(prompts, texts, strict=True))
+            in plain
+        )
+
 
 def test_convert_generate_export(command, folder, tmp_path):
     outcome = command("convert", f"--source={folder}", f"--output={tmp_path / 'converted'}")
@@ -296,7 +319,7 @@ def test_convert_generate_export(command, folder, tmp_path):
 def test_demo(command, folder, tmp_path, monkeypatch):
     rows = {"name": "first", "messages": CHAT}, {"name": "second", "prompt": "or"}
     path = write_prompts(tmp_path / "prompts.jsonl", *rows)
-    monkeypatch.setattr(demo, "PROMPTS", path)
+    monkeypatch.setattr(jsonl, "DEMO_PROMPTS", path)
     outcome = command("demo", f"--target={folder}", "--max_new_tokens=20")
     assert (outcome.code, outcome.err) == (0, "")
     assert "The texts with and without speculation are identical." in outcome.out
@@ -318,10 +341,10 @@ def test_demo_of_a_target_with_a_head(command, folder, tmp_path, monkeypatch):
         init_head.initial_params(config, target.params, jax.random.key(0)),
         None,
     )
-    monkeypatch.setattr(heads, "SHIPPED", tmp_path / "heads")
+    monkeypatch.setattr(heads, "BUNDLED", tmp_path / "heads")
     monkeypatch.setattr(
-        demo,
-        "PROMPTS",
+        jsonl,
+        "DEMO_PROMPTS",
         write_prompts(
             tmp_path / "prompts.jsonl",
             {"name": "first", "prompt": "hello"},
@@ -351,8 +374,8 @@ def test_env(command):
     assert (outcome.code, outcome.err) == (0, "")
     for operation in ("attention", "verification"):
         assert re.search(
-            rf"^{operation} +xla\n +Not mosaic_gpu: it needs an NVIDIA GPU of compute capability 9.0 "
-            r"\(Hopper\), and JAX runs on 'cpu'\.$",
+            rf"^{operation} +xla\n +Not mosaic_gpu: it needs an NVIDIA GPU of compute capability "
+            r"9.0 \(Hopper\), and JAX runs on 'cpu'\.$",
             outcome.out,
             re.MULTILINE,
         )
@@ -425,6 +448,89 @@ class TestHelp:
         assert set(expected) <= described
 
 
+@dataclasses.dataclass(frozen=True)
+class Rejected:
+    """Arguments with spaces between them, and what the error contains."""
+
+    arguments: str
+    parts: tuple[str, ...]
+
+    def __init__(self, arguments: str, *parts: str):
+        object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "parts", parts)
+
+
+GENERATE = "generate --target=x --prompt=a"
+ARGUMENTS = [
+    Rejected("foo", "unknown command 'foo'; choose from generate, convert, export"),
+    Rejected("--target=x", "unknown command '--target=x'; choose from generate"),
+    Rejected("generate --target=x --foo=1", "foo"),
+    Rejected("generate --target=x foo", "'foo' is not a flag"),
+    Rejected("generate --target=x --drafter=foo", "unknown drafter 'foo'; choose from none,"),
+    Rejected("generate --target=x --verify=foo", "--verify=foo", "rejection|coupled"),
+    Rejected("generate --target=x --dtype=int8", "--dtype=int8", "float32"),
+    Rejected("generate --target=x --temperature=hot", "--temperature=hot"),
+    Rejected("generate --target=x --num_speculative_tokens=1.5", "--num_speculative_tokens=1.5"),
+    Rejected("generate --prompt=a", "--target"),
+    Rejected("generate --flagfile=/does/not/exist", "cannot read /does/not/exist"),
+    Rejected("generate --target=x", "there is no prompt: give --prompt or --prompts_file"),
+    Rejected("generate --target=x --prompts_file=/does/not/exist", "/does/not/exist"),
+    Rejected("generate --target=/does/not/exist --prompt=a", "/does/not/exist does not exist"),
+    Rejected(f"{GENERATE} --compare --drafter=none", "--compare", "--drafter=none"),
+    Rejected(f"{GENERATE} --output=/does/not/exist", "--output", "the folder of /does/not/exist"),
+    Rejected(f"{GENERATE} --output=/dev/null/x", "--output", "/dev/null/x"),
+    Rejected("convert --output=new", "--source"),
+    Rejected("convert --source=/does/not/exist --output=new", "/does/not/exist does not exist"),
+    Rejected("convert --source=x", "--output"),
+    Rejected("export --source=/does/not/exist --output=new", "/does/not/exist does not exist"),
+    Rejected("bench baselines --target=x --drafter=none", "--drafter=none"),
+    Rejected("bench baselines --target=x --repeats=0", "--repeats=0: 0 is not a positive integer"),
+    Rejected("bench baselines --target=x --max_new_tokens=0", "--max_new_tokens=0: 0 is not"),
+    Rejected("bench saturation --target=x --num_speculative_tokens=3", "num_speculative_tokens"),
+    Rejected(
+        "bench saturation --target=x --draft_lengths=2,500", "--draft_lengths must be at most"
+    ),
+    Rejected("demo", "--target"),
+]
+TOO_MANY = "is not an integer in the range [1, 128]"
+VALUES = [
+    Rejected("--num_speculative_tokens=0", f"--num_speculative_tokens=0: 0 {TOO_MANY}"),
+    Rejected("--num_speculative_tokens=20000", f"--num_speculative_tokens=20000: 20000 {TOO_MANY}"),
+    Rejected("--temperature=-1", "temperature must be in [0, ", "got -1.0"),
+    Rejected("--top_p=0", "top_p must be in (0, 1], got 0.0"),
+    Rejected("--top_p=1.01", "top_p must be in (0, 1], got 1.01"),
+    Rejected("--top_k=-1", "top_k", "got -1"),
+    Rejected("--min_p=2", "min_p must be in [0, 1], got 2.0"),
+    Rejected("--seed=-1", "seed must be in [0, 2**32), got -1"),
+    Rejected("--max_new_tokens=0", "max_new_tokens", "got 0"),
+    Rejected("--page_size=0", "page_size must be an integer of at least 1, got 0"),
+    Rejected(
+        "--implementation=mosaic_gpu",
+        "'mosaic_gpu' cannot run here",
+        "compute capability 9.0",
+        "'cpu'",
+    ),
+    Rejected("--drafter_options=min_n=9", "min_n=9 and max_n=4"),
+    Rejected("--drafter_options=min_n", "--drafter_options: 'min_n' is not of the form"),
+    Rejected("--drafter_options=foo=1", "drafter 'ngram' has no option 'foo'"),
+    Rejected("--drafter=draft_model", "'draft_model' requires the path of a draft model"),
+    Rejected(
+        "--tensor_parallel=4",
+        "the target cannot be split over 4 devices",
+        "2 kv heads",
+        "choose from 1, 2",
+    ),
+    Rejected("--tensor_parallel=3", "tensor_parallel=3 = 3 must divide the number of devices, 8"),
+    Rejected("--data_parallel=16", "data_parallel=16 x tensor_parallel=1 requires 16 devices"),
+    Rejected("--tensor_parallel=0", "tensor_parallel must be an integer of at least 1, got 0"),
+    Rejected("--drafter=eagle", "no EAGLE head for a model of this shape comes with SpecJAX"),
+    Rejected("--tensor_parallel=2 --draft_tensor_parallel=2", "no --drafter uses a draft"),
+    Rejected("--process_id=1", "--coordinator, --num_processes and --process_id belong together"),
+    Rejected("--process_timeout=9", "--process_timeout=9", "one process"),
+    Rejected("--drafter=none --num_speculative_tokens=2", "'none' decodes without speculation"),
+]
+
+
 class TestBadInput:
     """One line that names the thing, exit code 2, and no output file."""
 
@@ -435,134 +541,30 @@ class TestBadInput:
             path for path in tmp_path.rglob("*") if "incomplete" in path.name or path.name == "new"
         ]
 
-    @pytest.mark.parametrize(
-        ("arguments", "parts"),
-        [
-            (["foo"], ["command 'foo' does not exist", "generate, convert, export"]),
-            (["--target=x"], ["command '--target=x' does not exist"]),
-            (["generate", "--target=x", "--foo=1"], ["foo"]),
-            (["generate", "--target=x", "foo"], ["'foo' is not a flag"]),
-            (
-                ["generate", "--target=x", "--drafter=foo"],
-                ["drafter 'foo' does not exist", "eagle, ngram"],
-            ),
-            (["generate", "--target=x", "--verify=foo"], ["--verify=foo", "rejection|coupled"]),
-            (["generate", "--target=x", "--dtype=int8"], ["--dtype=int8", "float32"]),
-            (["generate", "--target=x", "--temperature=hot"], ["--temperature=hot"]),
-            (
-                ["generate", "--target=x", "--num_speculative_tokens=1.5"],
-                ["--num_speculative_tokens=1.5"],
-            ),
-            (["generate", "--prompt=a"], ["--target"]),
-            (["generate", "--flagfile=/does/not/exist"], ["/does/not/exist"]),
-            (["generate", "--target=x"], ["there is no prompt: give --prompt or --prompts_file"]),
-            (["generate", "--target=x", "--prompts_file=/does/not/exist"], ["/does/not/exist"]),
-            (
-                ["generate", "--target=/does/not/exist", "--prompt=a"],
-                ["/does/not/exist does not exist"],
-            ),
-            (
-                ["generate", "--target=x", "--prompt=a", "--compare", "--drafter=none"],
-                ["--compare", "--drafter=none"],
-            ),
-            (
-                ["generate", "--target=x", "--prompt=a", "--output=/does/not/exist"],
-                ["--output", "/does/not/exist"],
-            ),
-            (["convert", "--output=new"], ["--source"]),
-            (
-                ["convert", "--source=/does/not/exist", "--output=new"],
-                ["/does/not/exist does not exist"],
-            ),
-            (["convert", "--source=x"], ["--output"]),
-            (
-                ["export", "--source=/does/not/exist", "--output=new"],
-                ["/does/not/exist does not exist"],
-            ),
-            (["bench", "baselines", "--target=x", "--drafter=none"], ["--drafter=none"]),
-            (
-                ["bench", "baselines", "--target=x", "--repeats=0"],
-                ["--repeats=0: 0 is not a positive integer"],
-            ),
-            (
-                ["bench", "baselines", "--target=x", "--max_new_tokens=0"],
-                ["--max_new_tokens=0: 0 is not a positive integer"],
-            ),
-            (["demo"], ["--target"]),
-        ],
-    )
-    def test_arguments(self, command, arguments, parts, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("case", ARGUMENTS, ids=lambda case: case.arguments)
+    def test_arguments(self, command, case, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        check_refused(command(*arguments), *parts)
+        check_refused(command(*case.arguments.split()), *case.parts)
 
-    @pytest.mark.parametrize(
-        ("arguments", "parts"),
-        [
-            (
-                ["--num_speculative_tokens=0"],
-                ["--num_speculative_tokens=0: 0 is not a positive integer"],
-            ),
-            (["--temperature=-1"], ["temperature must be at least 0", "got -1.0"]),
-            (["--top_p=0"], ["top_p must be in (0, 1], got 0.0"]),
-            (["--top_p=1.01"], ["top_p must be in (0, 1], got 1.01"]),
-            (["--top_k=-1"], ["top_k", "got -1"]),
-            (["--min_p=2"], ["min_p must be in [0, 1], got 2.0"]),
-            (["--seed=-1"], ["seed must be in [0, 2**32), got -1"]),
-            (["--max_new_tokens=0"], ["max_new_tokens", "got 0"]),
-            (["--page_size=0"], ["page_size must be a whole number of at least 1, got 0"]),
-            (
-                ["--implementation=mosaic_gpu"],
-                ["'mosaic_gpu' cannot run here", "compute capability 9.0", "'cpu'"],
-            ),
-            (["--prompt="], ["prompt 1 is empty"]),
-            (["--prompt=", "--chat"], ["prompt 1 is empty"]),
-            (["--prompt=a\udcff"], ["prompt 1 is not valid Unicode"]),
-            (["--prompt=" + 63 * "a"], ["prompt 1 has 64 tokens; it may have at most 63"]),
-            (["--drafter_options=min_n=9"], ["min_n=9 and max_n=4"]),
-            (
-                ["--drafter_options=min_n"],
-                ["--drafter_options: 'min_n' is not of the form name=number"],
-            ),
-            (["--drafter_options=foo=1"], ["drafter 'ngram' has no option 'foo'"]),
-            (["--drafter=draft_model"], ["the drafter 'draft_model' needs a draft model"]),
-            (
-                ["--tensor_parallel=4"],
-                ["the target cannot be split over 4 devices", "2 kv heads", "that work: 1, 2"],
-            ),
-            (["--tensor_parallel=3"], ["tensor_parallel=3 = 3 does not divide the 8 devices"]),
-            (
-                ["--data_parallel=16"],
-                ["data_parallel=16 x tensor_parallel=1 takes 16 devices, and there are 8"],
-            ),
-            (
-                ["--tensor_parallel=0"],
-                ["tensor_parallel must be a whole number of at least 1, got 0"],
-            ),
-            (["--drafter=eagle"], ["no head comes with SpecJAX for a model of this shape"]),
-            (
-                ["--tensor_parallel=2", "--draft_tensor_parallel=2"],
-                ["--draft_tensor_parallel=2", "there is no --draft"],
-            ),
-            (
-                ["--process_id=1"],
-                ["--coordinator, --num_processes and --process_id belong together"],
-            ),
-            (["--process_timeout=9"], ["--process_timeout=9", "one process"]),
-            (
-                ["--drafter=none", "--num_speculative_tokens=2"],
-                ["the drafter 'none' decodes without speculation"],
-            ),
-        ],
-    )
-    def test_values(self, command, folder, arguments, parts, tmp_path):
+    @pytest.mark.parametrize("case", VALUES, ids=lambda case: case.arguments[:40])
+    def test_values(self, command, folder, case, tmp_path):
         outcome = command(
             "generate",
             f"--target={folder}",
             "--prompt=hello",
             f"--output={tmp_path / 'new'}",
-            *arguments,
+            *case.arguments.split(),
         )
-        check_refused(outcome, *parts)
+        check_refused(outcome, *case.parts)
+
+    @pytest.mark.parametrize("text", ["", "a\udcff", 63 * "a"])
+    @pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
+    def test_prompts(self, command, folder, text, chat):
+        outcome = command(
+            "generate", f"--target={folder}", "--prompt=hello", f"--prompt={text}", *chat
+        )
+        reason = {"": "is empty", "a\udcff": "is not valid Unicode"}.get(text, "at most 63 fit")
+        check_refused(outcome, "prompt 1", reason)
 
     def test_an_output_that_exists(self, command, folder, tmp_path):
         existing = write_lines(tmp_path / "there", "keep me")
@@ -595,7 +597,7 @@ class TestBadInput:
             ),
             (
                 '{"prompt": "a", "temprature": 1}',
-                "unknown key 'temprature'; known: prompt, messages, name, domain",
+                "unknown key 'temprature'; choose from prompt, messages, name, domain",
             ),
             ('{"prompt": "a", "temperature": [1]}', "'temperature' must be a number, got [1]"),
             ('{"prompt": "a", "top_k": "3"}', "'top_k' must be a number, got '3'"),
@@ -656,12 +658,10 @@ class TestBadInput:
             "different vocabularies",
             "target 288, draft 300",
         )
-        check_refused(
-            command(*arguments, "--drafter=none"), "the drafter 'none' decodes without speculation"
-        )
+        check_refused(command(*arguments, "--drafter=none"), "the drafter 'none' uses no draft")
         same = write_model(tmp_path / "same")
         check_refused(
-            command(*arguments[:-1], f"--draft={same}"), "the drafter 'ngram' uses no draft model"
+            command(*arguments[:-1], f"--draft={same}"), "the drafter 'ngram' uses no draft"
         )
 
 
@@ -710,160 +710,3 @@ class TestProcess:
             Outcome(done.returncode, done.stdout, done.stderr), "top_p must be in (0, 1], got 0.0"
         )
         assert not (tmp_path / "new").exists()
-
-
-def terminal() -> Console:
-    return Console(
-        file=io.StringIO(),
-        record=True,
-        force_terminal=True,
-        color_system="standard",
-        width=120,
-        highlight=False,
-    )
-
-
-class TestTextStream:
-    """What people see on a terminal."""
-
-    def test_drafts_have_a_colour_of_their_own(self, target):
-        ids = target.tokenizer.encode("hello world", add_special_tokens=False)
-        hello, rest = (
-            target.tokenizer.decode(ids[:1]),
-            [target.tokenizer.decode([i]) for i in ids[1:]],
-        )
-        console = terminal()
-        stream = common.TextStream(console, target, ["> title"])
-        stream.on_tokens(0, ids[:1], [False], False)
-        assert hello in console.export_text(clear=False), "text is shown as it comes"
-        stream.on_tokens(0, ids[1:], [True] * len(rest), True)
-        green, cyan = "\x1b[32m", "\x1b[36m"
-        shown = console.export_text(styles=True)
-        assert "\x1b[1m> title\x1b[0m" in shown
-        assert f"{cyan}{hello}\x1b[0m" + "".join(f"{green}{text}\x1b[0m" for text in rest) in shown
-
-    def test_texts_come_in_the_order_of_the_prompts(self, target):
-        texts = ["hello world", "a é and 日本", "third"]
-        ids = [target.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        console = terminal()
-        stream = common.TextStream(console, target, ["> one", "> two", "> three"], legend=False)
-
-        def push(index, start, stop, finished):
-            stream.on_tokens(
-                index, ids[index][start:stop], [start % 2 == 0] * (stop - start), finished
-            )
-
-        push(1, 0, 4, False)  # half a character
-        push(0, 0, 1, False)
-        push(1, 4, len(ids[1]), True)
-        seen = console.export_text(clear=False)
-        assert "hello" in seen
-        assert "two" not in seen
-        assert "and" not in seen
-        push(2, 0, 2, False)
-        push(0, 1, len(ids[0]), True)
-        seen = console.export_text(clear=False)
-        assert "a é and 日本" in seen, "the second was complete when the first ended"
-        assert seen.endswith("> three\nth")
-        push(2, 2, len(ids[2]), True)
-        assert (
-            console.export_text()
-            == "> one\nhello world\n\n> two\na é and 日本\n\n> three\nthird\n\n"
-        )
-
-    def test_nothing_is_printed_before_there_are_tokens(self, target):
-        """An option that cannot be used is then refused on a clean screen."""
-        console = terminal()
-        stream = common.TextStream(console, target, ["> a"])
-        assert console.export_text(clear=False) == ""
-        stream.on_tokens(0, target.tokenizer.encode("b", add_special_tokens=False), [True], True)
-        assert console.export_text() == "accepted drafts  the target's bonus tokens\n\n> a\nb\n\n"
-
-    def test_markup_in_a_text_is_shown_as_it_is(self, target):
-        text = "[red]x[/red] [0] :smile:"
-        console = terminal()
-        stream = common.TextStream(console, target, ["> [bold]a"], legend=False)
-        ids = target.tokenizer.encode(text, add_special_tokens=False)
-        stream.on_tokens(0, ids, [False] * len(ids), True)
-        assert console.export_text() == f"> [bold]a\n{text}\n\n"
-
-    def test_half_a_character_at_the_end_is_not_lost(self, target):
-        ids = target.tokenizer.encode("日", add_special_tokens=False)[:2]
-        console = terminal()
-        common.TextStream(console, target, ["> a"], legend=False).on_tokens(
-            0, ids, [False, True], True
-        )
-        assert console.export_text() == f"> a\n{target.tokenizer.decode(ids)}\n\n"
-
-    def test_generate_streams_to_a_terminal(self, command, folder, target, monkeypatch):
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        monkeypatch.setenv("TERM", "xterm")
-        prompts = ["hello hello", "or", "he"]
-        outcome = command(
-            "generate",
-            f"--target={folder}",
-            *(f"--prompt={prompt}" for prompt in prompts),
-            "--max_new_tokens=24",
-        )
-        assert outcome.code == 0
-        assert "\x1b[32maccepted drafts\x1b[0m" in outcome.out
-        plain = re.sub(r"\x1b\[[\d;]*m", "", outcome.out)
-        texts = [
-            c.text
-            for c in specjax.generate(target, "ngram", prompts, max_new_tokens=24).completions
-        ]
-        assert (
-            "".join(f"> {prompt}\n{text}\n\n" for prompt, text in zip(prompts, texts, strict=True))
-            in plain
-        )
-
-
-def test_speed_table():
-    def generation(seconds, *rounds):
-        drafted, accepted, emitted = zip(*rounds, strict=True)
-        count = sum(emitted)
-        return Generation(
-            (Completion((1,), (7,) * count, None, "length", drafted, accepted, emitted),),
-            1.0,
-            seconds,
-            len(rounds),
-        )
-
-    plain = [generation(2.0, *[(0, 0, 1)] * 20)]
-    speculative = [
-        generation(0.5, (3, 3, 4), (3, 1, 2), (3, 0, 1), (0, 0, 1)),
-        generation(0.5, *[(3, 3, 4)] * 3),
-    ]
-    console = terminal()
-    console.print(
-        common.speed_table(
-            "title", {"plain": plain, "speculative": speculative}, {"speculative": 3}
-        )
-    )
-    lines = console.export_text().splitlines()
-    assert lines[0].strip() == "title"
-    cells = (re.split(r"  +", line.replace("│", "  ").strip()) for line in lines[2:])
-    rows = {name: values for name, *values in cells}
-    assert rows["tokens"] == ["20", "20"]
-    assert rows["tokens/s"] == ["10.0", "20.0"]
-    assert rows["rounds"] == ["20", "7"]
-    assert rows["tokens per round"] == ["1.00", f"{20 / 7:.2f}"]
-    assert rows["time per round"] == ["100.0 ms", f"{1000 / 7:.1f} ms"]
-    assert rows["K, most drafts per round"] == ["3"] and rows["rounds with drafts"] == ["6"]
-    alpha = 13 / 15  # thirteen accepted, two rejected
-    assert rows["acceptance α of drafts tested"] == [f"{alpha:.3f}"]
-    assert rows["tokens per round with drafts"] == [f"{19 / 6:.2f}"]
-    assert rows["E = (1-α^(K+1))/(1-α) predicts"] == [f"{(1 - alpha**4) / (1 - alpha):.2f}"]
-    assert rows["accepted at draft position 1, 2, ..."] == ["0.83 0.67 0.67"]
-    assert rows["a round costs, in plain steps"] == [f"{10 / 7:.2f}"]
-    assert rows["speedup"] == ["2.00x"]
-
-
-def test_headlines_are_one_line():
-    assert jsonl.headline("one") == "> one"
-    assert jsonl.headline("\none\ntwo") == "> one ..."
-    assert jsonl.headline("x" * 101) == f"> {'x' * 100} ..."
-    assert (
-        jsonl.headline([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
-        == "> u"
-    )

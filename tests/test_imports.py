@@ -122,5 +122,6 @@ def test_the_core_is_seen():
 
 def test_nobody_on_a_cpu_waits_for_pallas():
     """Commands start without it; a kernel that is chosen brings it."""
-    code = "import sys, specjax.cli.generate; sys.exit('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    module = "jax.experimental.pallas.mosaic_gpu"
+    code = f"import sys, specjax.cli.generate; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

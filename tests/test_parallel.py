@@ -150,8 +150,8 @@ def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
     ids=str,
 )
 def test_rejection_with_filters(name, degrees):
-    """Draft and target compare distributions of which every device has a part, and the draft's is cut
-    otherwise."""
+    """Draft and target compare distributions of which every device has a part, and the draft's is
+    cut otherwise."""
     options = dict(temperature=[0, 1, 1.2, 0.7, 0, 1.5, 1, 1], **FILTERS)
     alone, state = (
         GENERATE(*arguments(name, d, K=2, verify="rejection", **options)) for d in (None, degrees)

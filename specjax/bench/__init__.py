@@ -1,1 +1,4 @@
-"""Measuring, so that figures can be compared: everything interleaved in one process, and medians."""
+"""Benchmarks: one file per command, with its measuring and its table.
+
+Everything that is compared runs interleaved in one process, and medians are reported.
+"""

@@ -1,4 +1,7 @@
-"""Other engines on the same weights, prompts and dtype, in the same run."""
+"""specjax bench baselines: decoding speed beside other engines.
+
+All run the same weights, prompts and dtype in one process, in turn.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from rich.table import Table
 
 from specjax.bench import timing
-from specjax.engine import batch
-from specjax.engine import generate as generation
-from specjax.engine import load as checkpoint
+from specjax.bench.setup import Setup, Speculation
+from specjax.engine import batch, load
 from specjax.engine.load import Model
+from specjax.engine.request import Prompt
 from specjax.errors import SpecJAXError
+from specjax.report import tables
+
+ROOFLINE_REPEATS = 9
+EXPLANATION = "The roofline is the time to read as many bytes as the weights have on this machine."
+EXPLANATION_OF_BRACKETS = "In brackets: our rate over theirs, with drafts where they use lookup."
 
 # (prompt, number of tokens) -> seconds of decoding them
 Engine = Callable[[tuple[int, ...], int], float]
@@ -25,7 +33,7 @@ Engine = Callable[[tuple[int, ...], int], float]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One prompt: decoding rates in tokens per second, medians over repeats.
+    """The figures of one prompt: decoding rates in tokens per second, medians over repeats.
 
     Attributes:
       name: of the prompt.
@@ -33,7 +41,7 @@ class Row:
       tokens_per_round: of SpecJAX with speculation.
       plain: of SpecJAX without speculation.
       speculative: of SpecJAX with it.
-      roofline: what reading the weights' bytes once per token allows.
+      roofline: rate if a token took no longer than reading the bytes of the weights once.
       baselines: of each other engine.
     """
 
@@ -46,169 +54,210 @@ class Row:
     baselines: dict[str, float]
 
 
-def compare(
-    target: Model,
-    prompts: dict[str, generation.Prompt],
-    drafter: dict[str, Any],
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    common: dict[str, Any],
-    names: Sequence[str],
-    num_lookup_tokens: int,
-    gguf: str | None,
-    threads: int,
-) -> list[Row]:
-    """Greedy decoding by all engines in turn, after a run of each that is not counted.
+@dataclasses.dataclass(frozen=True)
+class Baselines:
+    """The other engines of a run.
 
-    Args:
-      target: the model.
-      prompts: by name.
-      drafter: "drafter", "draft", "num_speculative_tokens" and "drafter_options" of
-        `generation.generate`.
-      max_new_tokens: generated tokens per run; end-of-sequence tokens are ignored.
-      repeats: counted runs.
-      common: "verify", "page_size" and "implementation" of `generation.generate`.
+    Attributes:
       names: of `BASELINES`.
       num_lookup_tokens: K of their prompt lookup.
       gguf: for llama.cpp, the same weights in float32.
-      threads: of the other engines; ours are those that XLA takes.
+      threads: number of threads; ours is chosen by XLA.
+    """
+
+    names: Sequence[str]
+    num_lookup_tokens: int
+    gguf: str | None
+    threads: int
+
+    def check(self) -> None:
+        """Checks the names and the weights.
+
+        Raises:
+          SpecJAXError: a baseline that is unknown, not installed or without its weights; or weights
+            that no baseline reads.
+        """
+        for name in self.names:
+            if name not in BASELINES:
+                raise SpecJAXError(f"unknown baseline {name!r}; choose from {', '.join(BASELINES)}")
+            package = BASELINES[name][0]
+            try:
+                __import__(package)
+            except ImportError as error:
+                raise SpecJAXError(f"baseline {name!r} is not installed: {error}") from error
+            if package == "llama_cpp" and not (self.gguf and os.path.exists(self.gguf)):
+                raise SpecJAXError(
+                    f"llama.cpp requires the same weights as a float32 GGUF file, got "
+                    f"--gguf={self.gguf}"
+                )
+        packages = [BASELINES[name][0] for name in self.names]
+        if self.gguf and "llama_cpp" not in packages:
+            raise SpecJAXError(
+                f"--gguf={self.gguf} applies to llama.cpp only, which --baselines does not name"
+            )
+
+    def start(self, target: Model) -> dict[str, Engine]:
+        """Loads the weights of the target into every engine."""
+        return {name: BASELINES[name][1](target, self) for name in self.names}
+
+
+def measure(
+    setup: Setup,
+    prompts: dict[str, Prompt],
+    speculation: Speculation,
+    baselines: Baselines,
+    *,
+    max_new_tokens: int,
+    repeats: int,
+) -> list[Row]:
+    """Greedy decoding by all engines in turn, after one turn that does not count.
+
+    Args:
+      setup: the target and how it is run.
+      prompts: by name.
+      speculation: the drafter.
+      baselines: the other engines.
+      max_new_tokens: generated tokens per run; end-of-sequence tokens are ignored.
+      repeats: counted runs.
 
     Raises:
-      SpecJAXError: a baseline that is unknown or not installed; or speculation that changed a text.
+      SpecJAXError: a baseline that is unknown or not installed; or speculation changed a text.
     """
-    check(names, gguf)
-    if names and (jax.default_backend() != "cpu" or target.dtype != jnp.float32):
-        raise SpecJAXError("other engines are compared in float32 on a CPU")
+    baselines.check()
+    target = setup.target
+    if baselines.names and (jax.default_backend() != "cpu" or not setup.is_exact):
+        raise SpecJAXError("other engines are compared in float32 on a CPU only")
     read_weights = timing.read_weights(target)
-    engines = {name: BASELINES[name][1](target, num_lookup_tokens, threads, gguf) for name in names}
+    engines = baselines.start(target)
     rows = []
     for name, prompt in prompts.items():
         ids = batch.encode(target, prompt, name)
-        arguments = dict(prompts=[ids], max_new_tokens=max_new_tokens, eos_ids=(), **common)
-        runs = {
-            "plain": [],
-            "speculative": [],
-            "roofline": [],
-            **{baseline: [] for baseline in engines},
-        }
+        rates: dict[str, list[float]] = {}
         for _ in range(repeats + 1):
-            runs["roofline"].append(1 / np.median([timing.seconds(read_weights) for _ in range(9)]))
-            plain = generation.generate(target, "none", **arguments)
-            speculative = generation.generate(target, **drafter, **arguments)
-            tokens = len(plain.completions[0].tokens)
-            differ = plain.completions[0].tokens != speculative.completions[0].tokens
-            if differ and target.dtype == jnp.float32:  # elsewhere near ties fall either way
+            times = [timing.seconds(read_weights) for _ in range(ROOFLINE_REPEATS)]
+            turn = {"roofline": 1 / float(np.median(times))}
+            options = {"max_new_tokens": max_new_tokens, "eos_ids": ()}
+            plain = setup.generate(None, [ids], **options)
+            drafted = setup.generate(speculation, [ids], **options)
+            text = plain.completions[0].tokens
+            if setup.is_exact and text != drafted.completions[0].tokens:
                 raise SpecJAXError(f"{name}: speculation changed the greedy text")
-            runs["plain"].append(tokens / plain.decode_seconds)
-            runs["speculative"].append(tokens / speculative.decode_seconds)
+            tokens = len(text)
+            turn["plain"] = tokens / plain.decode_seconds
+            turn["speculative"] = tokens / drafted.decode_seconds
             for baseline, engine in engines.items():
-                # Reading the prompt is not decoding: it is what a single token costs.
-                runs[baseline].append((tokens - 1) / (engine(ids, tokens) - engine(ids, 1)))
-        rate = {run: float(np.median(rates[1:])) for run, rates in runs.items()}
+                # The time of a single token is that of reading the prompt, which is no decoding.
+                seconds = engine(ids, tokens) - engine(ids, 1)
+                turn[baseline] = (tokens - 1) / seconds
+            for key, rate in turn.items():
+                rates.setdefault(key, []).append(rate)
+        medians = {key: float(np.median(of_key[1:])) for key, of_key in rates.items()}
         rows.append(
             Row(
-                name,
-                tokens,
-                tokens / speculative.rounds,
-                rate["plain"],
-                rate["speculative"],
-                rate["roofline"],
-                {baseline: rate[baseline] for baseline in engines},
+                name=name,
+                tokens=tokens,
+                tokens_per_round=tokens / drafted.rounds,
+                plain=medians["plain"],
+                speculative=medians["speculative"],
+                roofline=medians["roofline"],
+                baselines={baseline: medians[baseline] for baseline in engines},
             )
         )
     return rows
 
 
-def _transformers(**lookup) -> Callable[..., Engine]:
-    """Hugging Face transformers, plainly or with its prompt lookup."""
-
-    def start(target: Model, num_speculative_tokens: int, threads: int, gguf: str | None) -> Engine:
-        del gguf
-        import torch
-        import transformers
-
-        torch.set_num_threads(threads)
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint.export(target.path, f"{folder}/model", dtype="float32")
-            model = transformers.LlamaForCausalLM.from_pretrained(
-                f"{folder}/model", dtype=torch.float32
-            ).eval()
-        model.generation_config.eos_token_id = None  # as here, where it is said and nothing ends
-        assisted = dict.fromkeys(lookup, num_speculative_tokens)
-
-        def run(ids, num_tokens: int) -> None:
-            options = dict(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
-            with torch.inference_mode():
-                text = model.generate(
-                    torch.tensor([ids]),
-                    attention_mask=torch.ones(1, len(ids)),
-                    **options,
-                    **assisted,
-                )
-            if (found := text.shape[1] - len(ids)) != num_tokens:
-                raise SpecJAXError(
-                    f"transformers gave {found} tokens where {num_tokens} were wanted"
-                )
-
-        return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
-
-    return start
-
-
-def _llama_cpp(lookup: bool) -> Callable[..., Engine]:
-    """llama.cpp through llama-cpp-python, plainly or with its prompt lookup."""
-
-    def start(target: Model, num_speculative_tokens: int, threads: int, gguf: str | None) -> Engine:
-        del target
-        import llama_cpp
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-        draft = (
-            LlamaPromptLookupDecoding(num_pred_tokens=num_speculative_tokens) if lookup else None
-        )
-        model = llama_cpp.Llama(
-            gguf,
-            n_ctx=2048,
-            n_threads=threads,
-            n_threads_batch=threads,
-            draft_model=draft,
-            logits_all=lookup,
-            verbose=False,
-        )
-
-        def run(ids, num_tokens: int) -> None:
-            model.reset()
-            for count, _ in enumerate(model.generate(list(ids), temp=0.0), 1):
-                if count == num_tokens:
-                    break
-
-        return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
-
-    return start
-
-
-BASELINES = {
-    "transformers": ("transformers", _transformers()),
-    "transformers_lookup": ("transformers", _transformers(prompt_lookup_num_tokens=True)),
-    "llama_cpp": ("llama_cpp", _llama_cpp(lookup=False)),
-    "llama_cpp_lookup": ("llama_cpp", _llama_cpp(lookup=True)),
-}
-
-
-def check(names: Sequence[str], gguf: str | None) -> None:
-    """Raises SpecJAXError, naming it, for a baseline that is unknown, not installed or without its
-    weights; or for weights that no baseline reads."""
-    for name in names:
-        if name not in BASELINES:
-            raise SpecJAXError(f"baseline {name!r} is not known; known: {', '.join(BASELINES)}")
-        try:
-            __import__(BASELINES[name][0])
-        except ImportError as error:
-            raise SpecJAXError(f"the baseline {name!r} is not installed: {error}") from error
-        if BASELINES[name][0] == "llama_cpp" and not (gguf and os.path.exists(gguf)):
-            raise SpecJAXError(
-                f"llama.cpp needs the same weights in a float32 GGUF file: --gguf={gguf}"
+def table(rows: list[Row], baselines: Sequence[str], title: str) -> Table:
+    """One line per prompt."""
+    lines = []
+    for row in rows:
+        others = []
+        for name, rate in row.baselines.items():
+            ours = row.speculative if "lookup" in name else row.plain
+            others.append(f"{rate:.1f} ({ours / rate:.2f}x)")
+        lines.append(
+            (
+                row.name,
+                f"{row.tokens_per_round:.2f}",
+                f"{row.plain:.1f}",
+                f"{row.plain / row.roofline:.2f}",
+                f"{row.speculative:.1f}",
+                f"{row.speculative / row.plain:.2f}x",
+                *others,
             )
-    if gguf and not any(BASELINES[name][0] == "llama_cpp" for name in names):
-        raise SpecJAXError(f"--gguf={gguf} is for llama.cpp, which --baselines does not name")
+        )
+    columns = ("prompt", "tok/round", "plain", "of roofline", "drafts", "speedup", *baselines)
+    return tables.table(title, columns, lines)
+
+
+def _transformers(target: Model, baselines: Baselines, **lookup: Any) -> Engine:
+    """Hugging Face transformers; `lookup` are the options of its prompt lookup."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(baselines.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model"
+        load.export(target.path, path, dtype="float32")
+        model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # as here, where end-of-sequence tokens are ignored
+
+    def run(ids, num_tokens: int) -> None:
+        with torch.inference_mode():
+            text = model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids)),
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                pad_token_id=0,
+                **lookup,
+            )
+        found = text.shape[1] - len(ids)
+        if found != num_tokens:
+            raise SpecJAXError(f"transformers generated {found} tokens instead of {num_tokens}")
+
+    return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
+
+
+def _transformers_lookup(target: Model, baselines: Baselines) -> Engine:
+    """Hugging Face transformers with its prompt lookup."""
+    return _transformers(target, baselines, prompt_lookup_num_tokens=baselines.num_lookup_tokens)
+
+
+def _llama_cpp(target: Model, baselines: Baselines, **lookup: Any) -> Engine:
+    """llama.cpp through llama-cpp-python; `lookup` are the options of its prompt lookup."""
+    del target
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        baselines.gguf,
+        n_ctx=2048,
+        n_threads=baselines.threads,
+        n_threads_batch=baselines.threads,
+        verbose=False,
+        **lookup,
+    )
+
+    def run(ids, num_tokens: int) -> None:
+        model.reset()
+        for count, _ in enumerate(model.generate(list(ids), temp=0.0), 1):
+            if count == num_tokens:
+                break
+
+    return lambda ids, num_tokens: timing.seconds(run, ids, num_tokens)
+
+
+def _llama_cpp_lookup(target: Model, baselines: Baselines) -> Engine:
+    """llama.cpp with its prompt lookup."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    draft_model = LlamaPromptLookupDecoding(num_pred_tokens=baselines.num_lookup_tokens)
+    return _llama_cpp(target, baselines, draft_model=draft_model, logits_all=True)
+
+
+# By name: the package, and a function that loads a target into the engine.
+BASELINES: dict[str, tuple[str, Callable[[Model, Baselines], Engine]]] = {
+    "transformers": ("transformers", _transformers),
+    "transformers_lookup": ("transformers", _transformers_lookup),
+    "llama_cpp": ("llama_cpp", _llama_cpp),
+    "llama_cpp_lookup": ("llama_cpp", _llama_cpp_lookup),
+}

@@ -1,9 +1,8 @@
-"""What a round costs in plain steps, and the speedup that this and the acceptance predict."""
+"""The cost of a round in plain steps, and the speedup that cost and acceptance predict."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,26 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, parallel, sampling
+from specjax import decode, parallel
 from specjax.bench import timing
+from specjax.bench.setup import Setup
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.engine import batch
-from specjax.engine.load import Model
 from specjax.engine.metrics import Acceptance, expected_tokens
+from specjax.engine.request import SamplingParams
 
 ROUNDS = 8  # in a call
+PREFILL_CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of a round, in plain steps.
+    """Costs of a round, in plain steps.
 
     Attributes:
       plain_seconds: a plain step.
       draft: c, what the drafter adds to a round, its own bookkeeping included, divided by K.
       verify: v, the target's pass over K + 1 tokens, verification and bookkeeping included.
-      call_seconds: what a call of the loop costs besides its rounds: the host's part.
+      call_seconds: cost of a call of the loop besides its rounds: the host's part.
     """
 
     plain_seconds: float
@@ -39,107 +40,111 @@ class Costs:
     call_seconds: float
 
 
-@functools.lru_cache
-def free(K: int) -> Drafter:
-    """A drafter that costs nothing, and whose guesses are mostly wrong."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroCost(Drafter):
+    """A drafter that costs nothing and whose drafts are mostly wrong."""
 
-    def propose(params, state, context, draw):
-        return Draft(jnp.zeros((len(context.length_B), K), jnp.int32)), state
+    def propose(self, params, state, context, sample):
+        batch_size = len(context.length_B)
+        return Draft(jnp.zeros((batch_size, self.num_tokens), jnp.int32)), state
 
-    return Drafter(K, propose)
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlwaysDrafts(Drafter):
+    """A drafter with all of its drafts counted as real.
 
-def eager(drafter: Drafter) -> Drafter:
-    """The drafter, all of whose guesses are taken for real."""
+    Attributes:
+      drafter: the drafter.
+    """
 
-    def propose(params, state, context, draw):
-        draft, state = drafter.propose(params, state, context, draw)
+    drafter: Drafter
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Those of the drafter."""
+        return self.drafter.aux_layers
+
+    def init(self, params, context, aux_hidden_BSD, chunk_size):
+        return self.drafter.init(params, context, aux_hidden_BSD, chunk_size)
+
+    def propose(self, params, state, context, sample):
+        draft, state = self.drafter.propose(params, state, context, sample)
         return draft._replace(count_B=None), state
 
-    return drafter._replace(propose=propose)
+    def update(self, params, state, context, verified, aux_hidden_BTD):
+        return self.drafter.update(params, state, context, verified, aux_hidden_BTD)
 
 
 def measure(
-    target: Model,
+    setup: Setup,
     K: int,
-    parts: Sequence[tuple[Drafter, Any]],
+    drafters: Sequence[tuple[Drafter, Any]],
     *,
     batch_size: int,
     length: int,
     temperature: float,
-    verify: str,
-    page_size: int,
-    implementation: str | None,
     repeats: int,
 ) -> Costs:
-    """Times plain steps, rounds of a drafter that costs nothing, and rounds of real ones, in turn;
-    `ROUNDS` of each in a call, so that what calling costs counts as little as in decoding.
+    """Times plain steps, rounds of a drafter that costs nothing and rounds of real ones, in turn.
+
+    A call runs `ROUNDS` rounds, so that the cost of calling counts as little as in decoding.
 
     Args:
-      target: the model.
+      setup: the target and how it is run.
       K: drafts per round.
-      parts: drafters and their parameters. Each is timed alone, running in every round, and what
-        they cost is added.
+      drafters: drafters and their parameters. Each is timed alone, running in every round, and
+        their costs are added.
       batch_size: rows.
       length: tokens of each row at the start.
       temperature: of all rows; 0 is greedy.
-      verify, page_size, implementation: see `DecodeConfig`.
       repeats: of which the median counts.
     """
-    positions = batch.bucket(length + ROUNDS * (K + 1))
-    rows = np.full(batch_size, 1)
-    tokens_BS = (
-        np.random.default_rng(0)
-        .integers(0, target.num_valid_tokens, (batch_size, positions))
-        .astype(np.int32)
+    target = setup.target
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, target.num_valid_tokens, (batch_size, length))
+    rows = batch.arrays(
+        prompts,
+        max_length=batch.bucket(length + ROUNDS * (K + 1)),
+        sampling=SamplingParams(temperature=temperature),
     )
-    noise = sampling.SamplingArrays(
-        (0 * rows).astype(np.uint32),
-        np.full(batch_size, temperature, np.float32) if temperature else None,
-    )
-    request = decode.RequestArrays(
-        prompt_length_B=(length * rows).astype(np.int32),
-        max_length_B=(positions * rows).astype(np.int32),
-        eos_BE=np.full((batch_size, 1), -1, np.int32),
-        sampling=noise,
-    )
-    arrays = parallel.put((tokens_BS, request), target.mesh)
+    arrays = parallel.put(rows, target.mesh)
+    runtime = target.runtime(setup.page_size, setup.implementation)
 
     def rounds(drafter, params=None, count=ROUNDS):
-        runtime = target.runtime(page_size, implementation)
-        cfg = DecodeConfig(target.config, drafter, verify, runtime)
+        config = DecodeConfig(target.config, drafter, setup.verify, runtime)
         limit = parallel.put(np.int32(count), target.mesh)
-        start = decode.init_jit(target.params, params, cfg, *arrays, 64)
+        start = decode.init_jit(target.params, params, config, *arrays, PREFILL_CHUNK)
 
         def prepare():
-            state = jax.block_until_ready(
-                jax.tree.map(jnp.copy, start)
-            )  # the loop takes over its buffers
-            return lambda: decode.generate_jit(target.params, params, cfg, state, limit)
+            copy = jax.tree.map(jnp.copy, start)  # the loop takes over its buffers
+            state = jax.block_until_ready(copy)
+            return lambda: decode.generate_jit(target.params, params, config, state, limit)
 
         return prepare
 
-    times = timing.interleaved(
-        {
-            "plain": rounds(None),
-            "one": rounds(None, count=1),
-            "verify": rounds(free(K)),
-            **{i: rounds(eager(drafter), params) for i, (drafter, params) in enumerate(parts)},
-        },
-        repeats,
-    )
-    plain, one, verify, *drafting = times.values()
+    timed = {
+        "plain": rounds(None),
+        "one": rounds(None, count=1),
+        "verify": rounds(ZeroCost(num_tokens=K)),
+    }
+    for i, (drafter, params) in enumerate(drafters):
+        timed[f"drafter {i}"] = rounds(AlwaysDrafts(num_tokens=K, drafter=drafter), params)
+    plain, one, verify, *drafting = timing.interleaved(timed, repeats).values()
     return Costs(
-        plain / ROUNDS,
-        sum(seconds - verify for seconds in drafting) / K / plain,
-        verify / plain,
-        one - plain / ROUNDS,
+        plain_seconds=plain / ROUNDS,
+        draft=sum(seconds - verify for seconds in drafting) / K / plain,
+        verify=verify / plain,
+        call_seconds=one - plain / ROUNDS,
     )
 
 
 def predicted_speedup(stats: Acceptance, costs: Costs, K: int) -> float:
-    """(1 - α^(K+1)) / ((1 - α)(K c + v)), the standard formula (Leviathan et al. 2023, theorem
-    3.8), where rounds in which the drafter had nothing to say count as plain steps."""
+    """Speedup by (1 - α^(K+1)) / ((1 - α)(K c + v)) (Leviathan et al. 2023, theorem 3.8).
+
+    Rounds in which the drafter had no proposal count as plain steps.
+    """
     share = stats.rounds_with_drafts / stats.num_rounds
-    tokens = share * expected_tokens(stats.rate, K) + (1 - share) if share else 1.0
+    if not share:
+        return 1.0
+    tokens = share * expected_tokens(stats.rate, K) + (1 - share)
     return tokens / (share * (K * costs.draft + costs.verify) + (1 - share))

@@ -1,4 +1,4 @@
-"""What fits on a GPU and how fast decoding could be there, by arithmetic alone: for `specjax plan`."""
+"""specjax plan: what fits on a GPU and how fast decoding could be there, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh
+from rich.table import Table
 
 from specjax import files, llama, parallel
 from specjax.checkpoints_convert import hf, orbax
 from specjax.config import LlamaConfig
 from specjax.engine import batch, metrics
 from specjax.errors import SpecJAXError
+from specjax.report import tables
 
 
 class Gpu(NamedTuple):
-    """Memory in bytes, its bandwidth in bytes/s, and operations per second on dense bfloat16 or
-    float16 matrices."""
+    """Figures of a GPU.
+
+    Attributes:
+      memory: bytes.
+      bandwidth: of the memory, in bytes per second.
+      flops: operations per second on dense bfloat16 or float16 matrices.
+    """
 
     memory: float
     bandwidth: float
@@ -40,10 +47,12 @@ GPUS = {
 
 
 class Share(NamedTuple):
-    """What a device holds of a model, in bytes: weights, those of them that a pass reads, and the
-    KV of one token.
+    """What a device holds of a model, in bytes.
 
-    Of an embedding, a pass reads a few rows; all of it only where it is the output matrix too.
+    Attributes:
+      weights: all of them.
+      read: those that a pass reads: of an embedding a few rows, unless it is the output matrix too.
+      kv_per_token: keys and values of one token.
     """
 
     weights: int = 0
@@ -52,7 +61,12 @@ class Share(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Seconds that one pass takes a device at least: for reading memory, and for computing."""
+    """The least time of one pass on a device, in seconds.
+
+    Attributes:
+      reading: memory.
+      computing: matrix products.
+    """
 
     reading: float = 0.0
     computing: float = 0.0
@@ -65,18 +79,17 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `make` finds. Bytes and seconds are those of one device, the batch is that of all of
-    them together.
+    """The result of `make`. Bytes and seconds are of one device, the batch is of all devices.
 
     Attributes:
-      target, draft, both: what the device holds of the models; of a draft model that is not there,
-        nothing.
+      target, draft, both: what the device holds of the models; nothing of a draft model if there is
+        none.
       reserve: bytes for the logits of a round and for the widest activations of a chunk of the
         prompts.
       kv_tokens: tokens whose KV, of both models, fits beside the weights and the reserve.
       plain, verify: the target's pass over 1 token and over K + 1 tokens of each sequence.
       drafting: the draft model's pass over 1 token; takes no time without a draft model.
-      overhead: seconds that a pass of the target lasts beyond its roofline; 0 unless it was measured.
+      overhead: seconds that a pass of the target takes beyond its roofline; 0 unless measured.
       batch_size: sequences.
       num_speculative_tokens: K.
     """
@@ -103,37 +116,141 @@ class Plan:
         2023, theorem 3.8)."""
         K = self.num_speculative_tokens
         seconds = K * self.drafting.roofline + self.verify.roofline + self.overhead
-        return metrics.expected_tokens(rate, K) * (self.plain.roofline + self.overhead) / seconds
+        tokens = metrics.expected_tokens(rate, K)
+        return tokens * (self.plain.roofline + self.overhead) / seconds
 
 
-def make(
-    target: LlamaConfig,
-    draft: LlamaConfig | None,
-    gpu: Gpu,
-    *,
-    dtype: np.dtype,
-    tensor_parallel: int = 1,
-    draft_tensor_parallel: int = 1,
-    data_parallel: int = 1,
-    gpu_memory_utilization: float = 0.92,
-    num_speculative_tokens: int = 5,
-    batch_size: int = 1,
-    context: int = 1024,
-    plain_tokens_per_second: float | None = None,
-) -> Plan:
-    """A plan for sequences of `context` tokens each. The arguments are those of `specjax plan`.
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A model of a plan: its shape, the number of its shards, and what a device holds of it."""
+
+    config: LlamaConfig
+    shards: int
+    share: Share
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is decoded, and on how many devices. The fields are flags of `specjax plan`.
+
+    Attributes:
+      dtype: of weights, keys and values.
+      tensor_parallel: devices that share one copy of the target.
+      draft_tensor_parallel: devices that share one copy of the draft model.
+      data_parallel: replicas of both models.
+      gpu_memory_utilization: share of the memory that may be used.
+      num_speculative_tokens: K.
+      batch_size: sequences, on all devices together.
+      context: tokens of each sequence in the cache.
+      plain_tokens_per_second: measured speed of plain decoding; None if it was not measured.
+    """
+
+    dtype: np.dtype
+    tensor_parallel: int = 1
+    draft_tensor_parallel: int = 1
+    data_parallel: int = 1
+    gpu_memory_utilization: float = 0.92
+    num_speculative_tokens: int = 5
+    batch_size: int = 1
+    context: int = 1024
+    plain_tokens_per_second: float | None = None
+
+    @property
+    def rows(self) -> int:
+        """Sequences of each device."""
+        return -(-self.batch_size // self.data_parallel)
+
+
+def make(target: LlamaConfig, draft: LlamaConfig | None, gpu: Gpu, workload: Workload) -> Plan:
+    """Returns the plan for a target, and perhaps a draft model, on GPUs of one kind.
 
     Raises:
-      SpecJAXError: models that do not go together, degrees that do not work, or what does not fit.
+      SpecJAXError: models that do not go together, degrees that do not work, or models that do not
+        fit.
     """
-    mesh = AbstractMesh(
-        parallel.mesh_shape(tensor_parallel, draft_tensor_parallel, data_parallel),
-        parallel.MESH_AXES,
-    )
-    if not 0 < gpu_memory_utilization <= 1:
+    utilization = workload.gpu_memory_utilization
+    if not 0 < utilization <= 1:
         raise SpecJAXError(
-            f"gpu_memory_utilization must be above 0 and at most 1, got {gpu_memory_utilization:g}"
+            f"gpu_memory_utilization must be above 0 and at most 1, got {utilization:g}"
         )
+    shape = parallel.mesh_shape(
+        workload.tensor_parallel, workload.draft_tensor_parallel, workload.data_parallel
+    )
+    mesh = AbstractMesh(shape, parallel.MESH_AXES)
+    _check_draft(target, draft, workload.draft_tensor_parallel)
+    models = {"target": _model(target, mesh, "target", workload.dtype)}
+    if draft:
+        models["draft"] = _model(draft, mesh, "draft", workload.dtype)
+    shares = {role: model.share for role, model in models.items()}
+    both = Share(*map(sum, zip(*shares.values(), strict=True)))
+    K = workload.num_speculative_tokens
+    reserve = _reserve(models, workload)
+    usable = utilization * gpu.memory
+    kv_tokens = math.floor((usable - both.weights - reserve) / both.kv_per_token)
+    if kv_tokens < workload.rows * workload.context:
+        raise _too_large(shares, both, reserve, usable, workload)
+    plain = _step(models["target"], 1, gpu, workload)
+    return Plan(
+        target=shares["target"],
+        draft=shares.get("draft", Share()),
+        both=both,
+        reserve=reserve,
+        kv_tokens=kv_tokens,
+        plain=plain,
+        verify=_step(models["target"], K + 1, gpu, workload),
+        drafting=_step(models["draft"], 1, gpu, workload) if draft else Step(),
+        overhead=_overhead(plain, workload),
+        batch_size=workload.batch_size,
+        num_speculative_tokens=K,
+    )
+
+
+def _too_large(
+    shares: dict[str, Share], both: Share, reserve: int, usable: float, workload: Workload
+) -> SpecJAXError:
+    """The error for models that do not fit."""
+    rows, context = workload.rows, workload.context
+    needed = {
+        "weights of the target": shares["target"].weights,
+        "of the draft model": shares.get("draft", Share()).weights,
+        "logits and activations": reserve,
+        f"KV of {rows} x {context} tokens": rows * context * both.kv_per_token,
+    }
+    listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.items())
+    return SpecJAXError(
+        f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, but "
+        f"{sum(needed.values()) / 1e9:.2f} GB are needed: {listed}"
+    )
+
+
+def _step(model: _Model, tokens: int, gpu: Gpu, workload: Workload) -> Step:
+    """A pass over some tokens of each sequence."""
+    config, share = model.config, model.share
+    heads = config.num_layers * config.num_heads // model.shards
+    scores_and_mixture = 4 * heads * config.head_dim * workload.context
+    num_weights = share.read / workload.dtype.itemsize
+    flops = workload.rows * tokens * (2 * num_weights + scores_and_mixture)
+    read = share.read + workload.rows * workload.context * share.kv_per_token
+    return Step(read / gpu.bandwidth, flops / gpu.flops)
+
+
+def _overhead(plain: Step, workload: Workload) -> float:
+    """Seconds of a plain step beyond its roofline; 0 unless it was measured."""
+    measured = workload.plain_tokens_per_second
+    if measured is None:
+        return 0.0
+    overhead = workload.batch_size / measured - plain.roofline
+    if not overhead >= 0:
+        raise SpecJAXError(
+            f"plain_tokens_per_second={measured:g} is above what the roofline of a step allows, "
+            f"{workload.batch_size / plain.roofline:.1f}"
+        )
+    return overhead
+
+
+def _check_draft(
+    target: LlamaConfig, draft: LlamaConfig | None, draft_tensor_parallel: int
+) -> None:
     if draft is None and draft_tensor_parallel > 1:
         raise SpecJAXError(
             f"draft_tensor_parallel={draft_tensor_parallel}, but there is no draft model"
@@ -142,83 +259,100 @@ def make(
         raise SpecJAXError(
             f"the target has {target.vocab_size} tokens and the draft model {draft.vocab_size}"
         )
-    models = {"target": target} | ({"draft": draft} if draft else {})
-    shards = {role: parallel.degree(mesh, role) for role in models}
-    shares = {"draft": Share()} | {
-        role: _share(cfg, mesh, role, dtype) for role, cfg in models.items()
-    }
-    both = Share(*map(sum, zip(*shares.values(), strict=True)))
-    K, rows = num_speculative_tokens, -(-batch_size // data_parallel)
-    kv_needed = rows * context
-
-    # In float32, as matrix products give them: every model's logits, and the two halves of a
-    # feed-forward layer.
-    logits = sum(
-        (K + (role == "target")) * cfg.vocab_size // shards[role] for role, cfg in models.items()
-    )
-    widest = max(2 * cfg.intermediate_size // shards[role] for role, cfg in models.items())
-    reserve = 4 * rows * (logits + batch.prefill_chunk(context) * widest)
-    usable = gpu_memory_utilization * gpu.memory
-    kv_tokens = math.floor((usable - both.weights - reserve) / both.kv_per_token)
-    if kv_tokens < kv_needed:
-        parts = {
-            "weights of the target": shares["target"].weights,
-            "of the draft model": shares["draft"].weights,
-            "logits and activations": reserve,
-            f"KV of {rows} x {context} tokens": kv_needed * both.kv_per_token,
-        }
-        listed = ", ".join(f"{what} {count / 1e9:.2f}" for what, count in parts.items())
-        raise SpecJAXError(
-            f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, and needed are "
-            f"{sum(parts.values()) / 1e9:.2f} GB: {listed}"
-        )
-
-    def step(role: str, tokens: int) -> Step:
-        cfg, share = models[role], shares[role]
-        scores_and_mixture = (
-            4 * cfg.num_layers * cfg.num_heads // shards[role] * cfg.head_dim * context
-        )
-        flops = rows * tokens * (2 * share.read / dtype.itemsize + scores_and_mixture)
-        return Step(
-            (share.read + kv_needed * share.kv_per_token) / gpu.bandwidth, flops / gpu.flops
-        )
-
-    plain, overhead = step("target", 1), 0.0
-    if plain_tokens_per_second is not None:
-        overhead = batch_size / plain_tokens_per_second - plain.roofline
-        if not overhead >= 0:
-            raise SpecJAXError(
-                f"plain_tokens_per_second={plain_tokens_per_second:g} is above what the roofline of a step "
-                f"allows, {batch_size / plain.roofline:.1f}"
-            )
-    return Plan(
-        shares["target"],
-        shares["draft"],
-        both,
-        reserve,
-        kv_tokens,
-        plain,
-        step("target", K + 1),
-        step("draft", 1) if draft else Step(),
-        overhead,
-        batch_size,
-        K,
-    )
 
 
-def _share(cfg: LlamaConfig, mesh: AbstractMesh, role: str, dtype: np.dtype) -> Share:
+def _model(config: LlamaConfig, mesh: AbstractMesh, role: str, dtype: np.dtype) -> _Model:
     shards = parallel.degree(mesh, role)
-    parallel.check_shardable(cfg, shards, role)
-    params = llama.abstract_params(cfg, dtype)
-    sizes = jax.tree.map(
-        lambda array, split: math.prod(split.shard_shape(array.shape)) * dtype.itemsize,
-        params,
-        parallel.shardings(params, mesh, role),
-    )
+    parallel.check_shardable(config, shards, role)
+    params = llama.abstract_params(config, dtype)
+
+    def size(array, sharding) -> int:
+        return math.prod(sharding.shard_shape(array.shape)) * dtype.itemsize
+
+    sizes = jax.tree.map(size, params, parallel.shardings(params, mesh, role))
     weights = sum(jax.tree.leaves(sizes))
     unread = sizes["embed_VD"] if "lm_head_VD" in sizes else 0
-    kv_per_token = 2 * cfg.num_layers * cfg.num_kv_heads // shards * cfg.head_dim * dtype.itemsize
-    return Share(weights, weights - unread, kv_per_token)
+    kv_heads = config.num_layers * config.num_kv_heads // shards
+    kv_per_token = 2 * kv_heads * config.head_dim * dtype.itemsize
+    return _Model(config, shards, Share(weights, weights - unread, kv_per_token))
+
+
+def _reserve(models: dict[str, _Model], workload: Workload) -> int:
+    """Bytes of every model's logits and of the two halves of a feed-forward layer, in float32."""
+    logits, widest = 0, 0
+    for role, model in models.items():
+        num_logits = workload.num_speculative_tokens + (role == "target")
+        logits += num_logits * model.config.vocab_size // model.shards
+        widest = max(widest, 2 * model.config.intermediate_size // model.shards)
+    chunk = batch.prefill_chunk(workload.context)
+    return 4 * workload.rows * (logits + chunk * widest)
+
+
+def memory_table(plan: Plan, devices: str, utilization: float) -> Table:
+    """What each device holds."""
+    shares = (plan.target, plan.draft, plan.both)
+    weights = [f"{share.weights / 1e9:.2f} GB" for share in shares]
+    kv_bytes = [f"{share.kv_per_token:,}" for share in shares]
+    return tables.table(
+        f"memory of each of {devices}",
+        ("", "target", "draft", "both"),
+        [
+            ("weights", *weights),
+            ("KV bytes per token", *kv_bytes),
+            ("logits and activations", "", "", f"{plan.reserve / 1e9:.2f} GB"),
+            (f"tokens of KV that fit at {utilization:g}", "", "", f"{plan.kv_tokens:,}"),
+        ],
+    )
+
+
+def pass_table(plan: Plan, cache: str) -> Table:
+    """The least time of each pass."""
+    passes = {
+        "target, 1 token": plan.plain,
+        f"target, {plan.num_speculative_tokens + 1} tokens": plan.verify,
+        "draft, 1 token": plan.drafting,
+    }
+    lines = []
+    for name, step in passes.items():
+        times = (step.reading, step.computing, step.roofline)
+        lines.append((name, *map(_milliseconds, times)))
+    title = f"a pass, {cache} tokens in the cache"
+    return tables.table(title, ("", "reading", "computing", "roofline"), lines)
+
+
+def speedup_table(plan: Plan, rates: list[float]) -> Table:
+    """The predicted speedup for each acceptance."""
+    K = plan.num_speculative_tokens
+    lines = []
+    for rate in rates:
+        speedup = plan.speedup(rate)
+        lines.append(
+            (
+                f"α = {rate:g}",
+                f"{metrics.expected_tokens(rate, K):.2f}",
+                f"{speedup:.2f}x",
+                f"{speedup * plan.tokens_per_second:.1f}",
+            )
+        )
+    title = f"predicted, K = {K}; plain: {plan.tokens_per_second:.1f} tokens/s"
+    return tables.table(title, ("", "tokens/round", "speedup", "tokens/s"), lines)
+
+
+def explanation(plan: Plan) -> str:
+    """A sentence on what the prediction assumes."""
+    if plan.overhead:
+        return (
+            f"A pass of the target takes {_milliseconds(plan.overhead)} more than its roofline, as "
+            "measured."
+        )
+    return (
+        "Every pass at its roofline; --plain_tokens_per_second=MEASURED makes this a prediction "
+        "for a machine."
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def read_model_config(path: str | os.PathLike) -> LlamaConfig:

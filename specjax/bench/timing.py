@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing, medians, and the roofline that the machine's memory sets."""
+"""Wall times, medians, and the roofline of the machine's memory."""
 
 from __future__ import annotations
 
@@ -16,31 +16,37 @@ from specjax.parallel import MESH_AXES
 
 
 def seconds(function: Callable, *arguments) -> float:
-    """Wall time of a call, to the end of what it computes."""
+    """Wall time of a call, until its results are computed."""
     start = time.perf_counter()
     jax.block_until_ready(function(*arguments))
     return time.perf_counter() - start
 
 
 def interleaved(prepare: dict[str, Callable[[], Callable]], repeats: int) -> dict[str, float]:
-    """Median wall times of what functions return, each called in turn, after a round of all that
-    does not count."""
-    times = [
-        {name: seconds(function()) for name, function in prepare.items()}
-        for _ in range(repeats + 1)
-    ]
-    return {name: float(np.median([run[name] for run in times[1:]])) for name in prepare}
+    """Median wall times of calls that take turns, after one turn that does not count.
+
+    Args:
+      prepare: by name, functions that return the function to time.
+      repeats: counted turns.
+    """
+    times = {name: [] for name in prepare}
+    for _ in range(repeats + 1):
+        for name, make in prepare.items():
+            function = make()
+            times[name].append(seconds(function))
+    return {name: float(np.median(of_name[1:])) for name, of_name in times.items()}
 
 
 def read_weights(target: Model) -> Callable[[], jax.Array]:
-    """A call that reads as many bytes as the weights have on each device, from one array: what
-    memory can do, undisturbed by where arrays end."""
+    """A call that reads as many bytes as the weights have on each device.
+
+    They are read from one array: the best that memory can do.
+    """
+    mesh = target.mesh
     size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(target.params))
-    place = NamedSharding(target.mesh, PartitionSpec(MESH_AXES)) if target.mesh else None
-    memory = jnp.zeros(
-        size // 4 * (target.mesh.size if target.mesh else 1), jnp.float32, device=place
-    )
-    total = jax.jit(
-        parallel.on_mesh(jnp.sum, target.mesh, (PartitionSpec(MESH_AXES),), PartitionSpec())
-    )
+    spec = PartitionSpec(MESH_AXES)
+    sharding = NamedSharding(mesh, spec) if mesh else None
+    num_devices = mesh.size if mesh else 1
+    memory = jnp.zeros(size // 4 * num_devices, jnp.float32, device=sharding)
+    total = jax.jit(parallel.on_mesh(jnp.sum, mesh, (spec,), PartitionSpec()))
     return lambda: total(memory)

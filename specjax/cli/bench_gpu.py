@@ -1,5 +1,4 @@
-"""specjax bench gpu: a card's speed without real weights: a random 8B target, and a draft that
-agrees as wished."""
+"""specjax bench gpu: a card's speed without real weights: a random 8B target and draft model."""
 
 from __future__ import annotations
 
@@ -8,39 +7,48 @@ import time
 
 from absl import flags
 
-from specjax import dtypes
-from specjax.bench import plan, synthetic
-from specjax.cli import common, jsonl
-from specjax.kernels import dispatch
+from specjax.bench import gpu, plan
+from specjax.cli import flags as common_flags
+from specjax.cli import outputs
+from specjax.devices import check_platform
+from specjax.dtypes import DTYPES
+from specjax.report import provenance, tables
 
 FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
     """Defines the flags of `specjax bench gpu`."""
-    flags.DEFINE_string(
-        "target",
-        None,
-        "Folder with the config.json of the target's shape, such as configs/llama-3.1-8b.",
-        required=True,
+    common_flags.define_target(
+        "Folder with the config.json of the target's shape, such as configs/llama-3.1-8b."
     )
     flags.DEFINE_integer("draft_layers", 3, "Layers of the target that are the draft model.")
     flags.DEFINE_float(
-        "acceptance", 0.75, "Wanted α at temperature 1; what came of it is measured."
+        "acceptance", 0.75, "Wanted α at temperature 1; the one that results is measured."
     )
-    flags.DEFINE_integer("num_speculative_tokens", 5, "K.", lower_bound=1)
     flags.DEFINE_integer(
-        "max_speculative_tokens", 8, "v is measured for K = 1 up to this.", lower_bound=1
+        "num_speculative_tokens",
+        5,
+        "K.",
+        lower_bound=1,
+        upper_bound=common_flags.MAX_SPECULATIVE_TOKENS,
+    )
+    flags.DEFINE_integer(
+        "max_speculative_tokens",
+        8,
+        "v is measured for K = 1 up to this.",
+        lower_bound=1,
+        upper_bound=common_flags.MAX_SPECULATIVE_TOKENS,
     )
     flags.DEFINE_integer(
         "batch_size",
         1,
-        "Rows. With several the last one to end is waited for, which the formula does not know.",
+        "Rows. With several, a run ends with its slowest row; the prediction ignores that.",
         lower_bound=1,
     )
     flags.DEFINE_integer("prompt_length", 128, "Tokens of the (random) prompts.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 128, "Tokens to generate per row.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "bfloat16", list(dtypes.DTYPES), "Of weights and caches.")
+    flags.DEFINE_enum("dtype", "bfloat16", list(DTYPES), "dtype of weights and caches.")
     flags.DEFINE_integer("repeats", 3, "Counted runs; figures are medians.", lower_bound=1)
     flags.DEFINE_integer(
         "searches", 8, "Most steps of the search for the wanted acceptance.", lower_bound=1
@@ -48,26 +56,17 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "copy_bytes", 2**30, "Size of the array whose copy shows the bandwidth.", lower_bound=1
     )
-    flags.DEFINE_integer(
-        "page_size", 64, "Positions per page of the key/value caches.", lower_bound=1
-    )
-    flags.DEFINE_enum(
-        "implementation", None, dispatch.IMPLEMENTATIONS, "Of attention and verification."
-    )
-    flags.DEFINE_integer("seed", 0, "Of everything random.", lower_bound=0)
-    flags.DEFINE_string(
-        "output", None, "JSON file to write the figures to; it must not exist.", required=True
-    )
+    common_flags.define_page_size()
+    common_flags.define_implementation()
+    flags.DEFINE_integer("seed", 0, "Seed of everything random.", lower_bound=0)
+    common_flags.define_figures_output(required=True)
 
 
 def main(argv: list[str]) -> None:
-    """Runs the benchmark that the flags ask for."""
+    """Runs the benchmark with the values of the flags."""
     del argv
     started = time.perf_counter()
-    jsonl.refuse_existing(FLAGS.output)
-    cfg = plan.read_model_config(FLAGS.target)
-    found = synthetic.run(
-        cfg,
+    options = gpu.Options(
         num_draft_layers=FLAGS.draft_layers,
         acceptance=FLAGS.acceptance,
         num_speculative_tokens=FLAGS.num_speculative_tokens,
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> None:
         batch_size=FLAGS.batch_size,
         prompt_length=FLAGS.prompt_length,
         max_new_tokens=FLAGS.max_new_tokens,
-        dtype=dtypes.DTYPES[FLAGS.dtype],
+        dtype=DTYPES[FLAGS.dtype],
         repeats=FLAGS.repeats,
         searches=FLAGS.searches,
         copy_bytes=FLAGS.copy_bytes,
@@ -83,33 +82,17 @@ def main(argv: list[str]) -> None:
         page_size=FLAGS.page_size,
         seed=FLAGS.seed,
     )
-    share = found.weights_bandwidth / found.copy_bandwidth
-    speedup = found.speculative / found.plain
-    lines = {
-        "plain tokens/s": f"{found.plain:.1f}",
-        "weights read, of the bandwidth of a copy": f"{found.weights_bandwidth / 1e9:.0f} of "
-        f"{found.copy_bandwidth / 1e9:.0f} GB/s ({share:.0%})",
-        "tokens/s with drafts": f"{found.speculative:.1f}",
-        "speedup": f"{speedup:.2f}x",
-        "acceptance α (wanted)": f"{found.acceptance:.3f} ({FLAGS.acceptance:g})",
-        "tokens per round": f"{found.tokens_per_round:.2f}",
-        "c": f"{found.draft:.3f}",
-        **{f"v({k})": f"{v:.3f}" for k, v in found.verify_by_k.items()},
-        "predicted speedup": f"{found.predicted:.2f}x",
-        "realised / predicted": f"{speedup / found.predicted:.2f}",
-        "host's part of a call": f"{1e3 * found.seconds_per_call:.2f} ms",
+    output, title = FLAGS.output, f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}"
+    invocation = common_flags.invocation(__name__)
+    check_platform()
+    outputs.check_output(output)
+    config = plan.read_model_config(FLAGS.target)
+    result = gpu.measure(config, options)
+    tables.wide_console().print(gpu.table(result, options.acceptance, title))
+    figures = {
+        **dataclasses.asdict(result),
+        "speedup": result.speedup,
+        "bandwidth_share": result.bandwidth_share,
+        "seconds": time.perf_counter() - started,
     }
-    common.console().print(
-        common.table(
-            f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}", ("", ""), lines.items()
-        )
-    )
-    common.write_figures(
-        __name__,
-        {
-            **dataclasses.asdict(found),
-            "speedup": speedup,
-            "bandwidth_share": share,
-            "seconds": time.perf_counter() - started,
-        },
-    )
+    provenance.write_figures(output, figures, invocation)

@@ -1,4 +1,4 @@
-"""specjax convert: a Hugging Face folder or a GGUF file becomes a SpecJAX checkpoint."""
+"""specjax convert: converts a Hugging Face folder or a GGUF file to a SpecJAX checkpoint."""
 
 from __future__ import annotations
 
@@ -10,54 +10,68 @@ from absl import flags
 from rich import progress as progress_lib
 from rich.console import Console
 
-from specjax import dtypes
 from specjax.checkpoints_convert import table
-from specjax.engine import load as checkpoint
+from specjax.cli import flags as common_flags
+from specjax.devices import check_platform
+from specjax.dtypes import DTYPES
+from specjax.engine import load
 
 FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
     """Defines the flags of `specjax convert`."""
-    flags.DEFINE_string("source", None, "Hugging Face Llama folder, or .gguf file.", required=True)
-    flags.DEFINE_string(
+    common_flags.define_path(
+        "source", None, "Hugging Face Llama folder, or .gguf file.", required=True
+    )
+    common_flags.define_path(
         "output", None, "Checkpoint folder to write; it must not exist.", required=True
     )
     flags.DEFINE_enum(
         "dtype",
         None,
-        list(dtypes.DTYPES),
-        "dtype to write. By default that of the source; float32 for quantised GGUF.",
+        list(DTYPES),
+        "dtype to write; by default that of the source, float32 for quantised GGUF.",
     )
 
 
 def main(argv: list[str]) -> None:
-    """Runs the conversion that the flags ask for. Raises SpecJAXError for input that cannot be
-    used."""
+    """Runs the conversion with the values of the flags."""
     del argv
-    report(checkpoint.convert)
+    write_with_progress(load.convert, FLAGS.source, FLAGS.output, FLAGS.dtype)
 
 
-def report(write: Callable[..., table.CheckpointReader]) -> None:
-    """Runs `checkpoint.convert` or `checkpoint.export` with a progress bar on a terminal, and says
-    what was written."""
+def write_with_progress(
+    write: Callable[..., table.CheckpointReader], source: str, output: str, dtype: str | None
+) -> None:
+    """Converts or exports with a progress bar on a terminal, and prints what was written.
+
+    Args:
+      write: `load.convert` or `load.export`.
+      source: to read.
+      output: to write.
+      dtype: to write; None for the default.
+
+    Raises:
+      SpecJAXError: for a source that cannot be used or an output that cannot be written, or JAX
+        has no device.
+    """
+    check_platform()
     console = Console()
     start = time.perf_counter()
     with progress_lib.Progress(
         console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("writing", total=None)
-        opened = write(
-            FLAGS.source,
-            FLAGS.output,
-            FLAGS.dtype,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    count = table.num_parameters(opened.config)
-    size = sum(
-        path.stat().st_size for path in pathlib.Path(FLAGS.output).rglob("*") if path.is_file()
-    )
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        opened = write(source, output, dtype, progress=show)
+    count = table.num_values(opened.config)
+    paths = [path for path in pathlib.Path(output).rglob("*") if path.is_file()]
+    megabytes = sum(path.stat().st_size for path in paths) / 1e6
     print(
-        f"wrote {FLAGS.output}: {count:,} parameters in {opened.dtype}, {size / 1e6:,.1f} MB, "
+        f"wrote {output}: {count:,} parameters in {opened.dtype}, {megabytes:,.1f} MB, "
         f"{time.perf_counter() - start:.1f} s"
     )

@@ -1,100 +1,133 @@
-"""specjax demo: a few prompts with and without speculation, the texts and the speeds side by side."""
+"""specjax demo: a few prompts with and without speculation, texts and speeds side by side."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.resources
 
 from absl import flags
 
-from specjax.cli import common, jsonl
+from specjax.bench.setup import Setup, Speculation
+from specjax.cli import flags as common_flags
+from specjax.cli import jsonl
 from specjax.engine import generate as generation
-from specjax.engine import load as checkpoint
+from specjax.engine import load
+from specjax.engine.load import LoadedDraft, Model
+from specjax.engine.request import Generation
 from specjax.errors import SpecJAXError
+from specjax.report import tables
+from specjax.report.stream import TextStream, legend
 
 FLAGS = flags.FLAGS
-PROMPTS = importlib.resources.files("specjax") / "data" / "demo_prompts.jsonl"
 HEAD_DOMAINS = ("prose", "chat")
 HEAD_DRAFTERS = ("ngram,eagle", "eagle")
+
+# The runs of one prompt: "plain", and names of drafters.
+Runs = dict[str, list[Generation]]
 
 
 def define_flags() -> None:
     """Defines the flags of `specjax demo`."""
-    flags.DEFINE_string(
-        "target",
-        None,
-        "A chat model: a SpecJAX checkpoint or a Hugging Face folder.",
-        required=True,
-    )
+    common_flags.define_target("A chat model: a SpecJAX checkpoint or a Hugging Face folder.")
     flags.DEFINE_integer("max_new_tokens", 112, "Most tokens to generate per prompt.")
 
 
 def main(argv: list[str]) -> int:
     """Runs the demonstration; returns 1 where a greedy text changes with speculation."""
     del argv
-    console = common.console()
-    target = checkpoint.load(FLAGS.target)
-    ks = {
-        name: generation.default_num_speculative_tokens(name) for name in ("ngram", *HEAD_DRAFTERS)
-    }
-    head = None
-    with contextlib.suppress(SpecJAXError):
-        head = checkpoint.load_drafter("eagle", None, target)
-    rows = jsonl.read_prompts(str(PROMPTS))
-    console.print("Greedy decoding, one prompt at a time. Colours:", common.legend(), end="\n\n")
-    runs = {}
-    for row in rows:
-        arguments = dict(prompts=[row["prompt"]], max_new_tokens=FLAGS.max_new_tokens)
-        of_row = runs[row["name"]] = {"plain": [generation.generate(target, "none", **arguments)]}
-        # Where nothing can be looked up, a head guesses on.
-        names = HEAD_DRAFTERS if head and row.get("domain") in HEAD_DOMAINS else ()
-        for name in ("ngram", *names):
-            stream = common.TextStream(
-                console, target, [jsonl.headline(row["prompt"])], legend=False
-            )
-            of_row[name] = [
-                generation.generate(
-                    target,
-                    name,
-                    draft=head if name in names else None,
-                    num_speculative_tokens=ks[name],
-                    on_tokens=stream.on_tokens if name == (*names, "ngram")[0] else None,
-                    **arguments,
-                )
-            ]
+    return run(FLAGS.target, FLAGS.max_new_tokens)
 
+
+def run(path: str, max_new_tokens: int) -> int:
+    """Decodes the prompts of the demonstration and prints texts and tables.
+
+    Args:
+      path: of the target.
+      max_new_tokens: most tokens to generate per prompt.
+
+    Returns:
+      The exit code.
+    """
+    console = tables.wide_console()
+    setup = Setup(load.load(path))
+    head = _bundled_head(setup.target)
+    rows = jsonl.read_prompts(str(jsonl.DEMO_PROMPTS))
+    console.print("Greedy decoding, one prompt at a time. Colours:", legend(), end="\n\n")
+    by_prompt: dict[str, Runs] = {}
+    for row in rows:
+        # Where nothing can be looked up, an EAGLE head drafts.
+        names = ["ngram"]
+        if head and row.get("domain") in HEAD_DOMAINS:
+            names = [*HEAD_DRAFTERS, "ngram"]
+        stream = TextStream(console, setup.target, [jsonl.headline(row["prompt"])], legend=False)
+        prompts = [row["prompt"]]
+        runs = {"plain": [setup.generate(None, prompts, max_new_tokens=max_new_tokens)]}
+        for name in names:
+            result = setup.generate(
+                _speculation(name, head),
+                prompts,
+                max_new_tokens=max_new_tokens,
+                on_tokens=stream.on_tokens if name == names[0] else None,
+            )
+            runs[name] = [result]
+        by_prompt[row["name"]] = runs
+    _print_prompt_table(console, by_prompt)
+    _print_speed_tables(console, by_prompt)
+    same = tables.same_tokens(*by_prompt.values())
+    print(tables.equality_line(same))
+    return 0 if same else 1
+
+
+def _bundled_head(target: Model) -> LoadedDraft | None:
+    """The EAGLE head that is bundled for the target, if there is one."""
+    with contextlib.suppress(SpecJAXError):
+        return load.load_drafter(HEAD_DRAFTERS[-1], None, target)
+    return None
+
+
+def _speculation(name: str, head: LoadedDraft | None) -> Speculation:
+    K = generation.default_num_speculative_tokens(name)
+    return Speculation(name, head if name in HEAD_DRAFTERS else None, K, {})
+
+
+def _print_prompt_table(console, by_prompt: dict[str, Runs]) -> None:
     lines = []
-    for prompt, of_row in runs.items():
-        slow = common.tokens_per_second(of_row["plain"])
-        for name, batches in list(of_row.items())[1:]:
-            fast, (run,) = common.tokens_per_second(batches), batches
-            tokens = len(run.completions[0].tokens)
+    for prompt, runs in by_prompt.items():
+        plain = tables.tokens_per_second(runs["plain"])
+        for name, batches in runs.items():
+            if name == "plain":
+                continue
+            rate = tables.tokens_per_second(batches)
+            tokens, rounds = len(batches[0].completions[0].tokens), batches[0].rounds
             lines.append(
                 (
                     prompt,
                     name,
                     f"{tokens}",
-                    f"{slow:.1f}",
-                    f"{fast:.1f}",
-                    f"{fast / slow:.2f}x",
-                    f"{tokens / run.rounds:.2f}",
+                    f"{plain:.1f}",
+                    f"{rate:.1f}",
+                    f"{rate / plain:.2f}x",
+                    f"{tokens / rounds:.2f}",
                 )
             )
     columns = ("prompt", "drafter", "tokens", "plain tok/s", "drafts tok/s", "speedup", "tok/round")
-    console.print(common.table("Prompt by prompt", columns, lines, num_texts=2), end="\n\n")
+    console.print(tables.table("Prompt by prompt", columns, lines, num_texts=2), end="\n\n")
 
-    def together(names):
-        """The runs of these drafters, over the prompts that all of them have seen."""
-        chosen = [of_row for of_row in runs.values() if set(names) <= of_row.keys()]
-        return {name: [of_row[name][0] for of_row in chosen] for name in names}
 
-    everything = together(("plain", "ngram"))
-    console.print(
-        common.speed_table("All prompts: prompt lookup (ngram)", everything, ks), end="\n\n"
-    )
-    if head and (free := together(("plain", "ngram", *HEAD_DRAFTERS)))["plain"]:
-        console.print(
-            common.speed_table(f"{' and '.join(HEAD_DOMAINS)}: with a head (eagle)", free, ks),
-            end="\n\n",
-        )
-    return common.report_equality(*runs.values())
+def _print_speed_tables(console, by_prompt: dict[str, Runs]) -> None:
+    """A table for all prompts, and one for those with an EAGLE head."""
+    ks = {}
+    for name in ("ngram", *HEAD_DRAFTERS):
+        ks[name] = generation.default_num_speculative_tokens(name)
+    everything = _joined(by_prompt, ("plain", "ngram"))
+    title = "All prompts: prompt lookup (ngram)"
+    console.print(tables.speed_table(title, everything, ks), end="\n\n")
+    with_head = _joined(by_prompt, ("plain", "ngram", *HEAD_DRAFTERS))
+    if with_head["plain"]:
+        title = f"{' and '.join(HEAD_DOMAINS)}: with an EAGLE head (eagle)"
+        console.print(tables.speed_table(title, with_head, ks), end="\n\n")
+
+
+def _joined(by_prompt: dict[str, Runs], names: tuple[str, ...]) -> Runs:
+    """The runs of these drafters over the prompts that all of them decoded."""
+    chosen = [runs for runs in by_prompt.values() if set(names) <= runs.keys()]
+    return {name: [runs[name][0] for runs in chosen] for name in names}

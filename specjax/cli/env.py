@@ -1,4 +1,4 @@
-"""specjax env: versions, devices, and which implementation each operation will use here, and why."""
+"""specjax env: versions, devices, and the implementation that each operation uses here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import platform
 import jax
 
 import specjax
-from specjax.errors import SpecJAXError
+from specjax.devices import check_platform
 from specjax.kernels import dispatch
 from specjax.kernels.paged_attention import api as attention
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+HEAD_DIMS = " or ".join(map(str, attention.HEADS))
+PAGE_SIZES = ", ".join(map(str, attention.PAGES))
 OPERATIONS = {
-    "attention": f"For models in bfloat16 or float16 with heads of {' or '.join(map(str, attention.HEADS))} channels, "
-    f"at most {attention.MAX_GROUP} query heads per kv head, and pages of "
-    f"{', '.join(map(str, attention.PAGES))} positions; other models use xla.",
+    "attention": f"For models in bfloat16 or float16 with head_dim {HEAD_DIMS}, at most "
+    f"{attention.MAX_GROUP} query heads per kv head, and page_size {PAGE_SIZES}; other models "
+    "use xla.",
     "verification": "For every vocabulary.",
 }
 
@@ -26,23 +28,17 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Prints what there is. Raises SpecJAXError where JAX finds no device to run on."""
+    """Prints versions, devices and implementations.
+
+    Raises:
+      SpecJAXError: JAX finds no device to run on.
+    """
     del argv
-    try:
-        devices = jax.local_devices()
-    except RuntimeError as error:
-        raise SpecJAXError(f"JAX finds no device: {error}") from error
-    versions = {
-        "specjax": specjax.__version__,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-    }
-    versions |= {name: version for name in PLUGINS if (version := _version(name))}
-    for name, version in versions.items():
+    check_platform()
+    for name, version in _versions().items():
         print(f"{name:18}{version}")
     print()
-    for device in devices:
+    for device in jax.local_devices():
         print(f"device {device.id:<11}{describe(device)}")
     print()
     reason = dispatch.missing_gpu()
@@ -65,8 +61,16 @@ def describe(device: jax.Device) -> str:
     return ", ".join(facts)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    versions = {
+        "specjax": specjax.__version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+    for plugin in PLUGINS:
+        try:
+            versions[plugin] = importlib.metadata.version(plugin)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,28 +1,29 @@
-"""specjax export: a SpecJAX checkpoint becomes a Hugging Face folder."""
+"""specjax export: exports a SpecJAX checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
 from absl import flags
 
-from specjax import dtypes
 from specjax.cli import convert
-from specjax.engine import load as checkpoint
+from specjax.cli import flags as common_flags
+from specjax.dtypes import DTYPES
+from specjax.engine import load
+
+FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
     """Defines the flags of `specjax export`."""
-    flags.DEFINE_string(
+    common_flags.define_path(
         "source", None, "Checkpoint folder that `specjax convert` wrote.", required=True
     )
-    flags.DEFINE_string(
+    common_flags.define_path(
         "output", None, "Hugging Face folder to write; it must not exist.", required=True
     )
-    flags.DEFINE_enum(
-        "dtype", None, list(dtypes.DTYPES), "dtype to write; by default the stored one."
-    )
+    flags.DEFINE_enum("dtype", None, list(DTYPES), "dtype to write; by default the stored one.")
 
 
 def main(argv: list[str]) -> None:
-    """Runs the export that the flags ask for. Raises SpecJAXError for input that cannot be used."""
+    """Runs the export with the values of the flags."""
     del argv
-    convert.report(checkpoint.export)
+    convert.write_with_progress(load.export, FLAGS.source, FLAGS.output, FLAGS.dtype)

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from absl import flags
 from rich.console import Console
 
-from specjax.cli import common, jsonl
-from specjax.engine import generate as generation
+from specjax.cli import flags as common_flags
+from specjax.cli import jsonl, models, outputs, processes
+from specjax.cli.flags import Decoding
+from specjax.engine import batch
+from specjax.engine.load import Model
+from specjax.engine.request import Completion, Generation, Prompt
 from specjax.errors import SpecJAXError
+from specjax.report import tables
+from specjax.report.stream import TextStream, print_text
 
 FLAGS = flags.FLAGS
 
 
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """The prompts of a run, one entry each.
+
+    Attributes:
+      prompts: texts or chats.
+      names: what errors call them, such as a file and line.
+      options: by name, sampling options of every prompt.
+    """
+
+    prompts: list[Prompt]
+    names: list[str]
+    options: dict[str, list[float]]
+
+
 def define_flags() -> None:
     """Defines the flags of `specjax generate`."""
-    flags.DEFINE_string(
-        "target",
-        None,
-        "The model: a SpecJAX checkpoint or a Hugging Face Llama folder.",
-        required=True,
-    )
-    common.define_decoding_flags(default="ngram")
-    flags.adopt_module_key_flags(common)  # so that they are in the help text
+    common_flags.define_decoding_flags()
     flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
-    flags.DEFINE_string(
+    common_flags.define_path(
         "prompts_file",
         None,
-        "JSONL file of prompts: strings, or objects with 'prompt' or 'messages' "
-        f"and, if wanted, a sampling option of their own ({', '.join(jsonl.ROW_OPTIONS)}).",
+        "JSONL file of prompts: strings, or objects with 'prompt' or 'messages' and, optionally, "
+        f"sampling options of their own ({', '.join(jsonl.ROW_OPTIONS)}).",
     )
     flags.DEFINE_bool(
         "chat", False, "Wrap each prompt in the model's chat template as a message of the user."
@@ -42,88 +59,212 @@ def define_flags() -> None:
         "min_p", 0.0, "Sample from tokens with at least this share of the largest probability."
     )
     flags.DEFINE_integer("seed", 0, "Seed of every prompt; the same seed gives the same text.")
-    flags.DEFINE_bool("ignore_eos", False, "Go on after end-of-sequence tokens.")
+    flags.DEFINE_bool("ignore_eos", False, "Continue after end-of-sequence tokens.")
     flags.DEFINE_bool("compare", False, "Also decode without speculation, and report both.")
-    flags.DEFINE_string("output", None, "JSONL file to write completions to; it must not exist.")
+    common_flags.define_path(
+        "output", None, "JSONL file to write completions to; it must not exist."
+    )
 
 
 def main(argv: list[str]) -> int:
-    """Runs the generation that the flags ask for; returns 1 where --compare finds texts that should
-    be equal and are not."""
+    """Runs the generation with the values of the flags.
+
+    Returns:
+      The exit code: 1 where --compare finds texts that should be equal and are not.
+    """
     del argv
-    rows = jsonl.read_prompts(FLAGS.prompts_file, jsonl.ROW_OPTIONS) if FLAGS.prompts_file else []
-    prompts = [row["prompt"] for row in rows] + FLAGS.prompt
-    if not prompts:
+    defaults = {name: getattr(FLAGS, name) for name in jsonl.ROW_OPTIONS}
+    prompts = read_prompts(FLAGS.prompts_file, FLAGS.prompt, defaults, FLAGS.chat)
+    return run(
+        common_flags.decoding(),
+        prompts,
+        ignore_eos=FLAGS.ignore_eos,
+        compare=FLAGS.compare,
+        output=FLAGS.output,
+    )
+
+
+def read_prompts(
+    path: str | None, texts: list[str], defaults: dict[str, float], is_chat: bool
+) -> Prompts:
+    """The prompts of a file and of the command line, in this order.
+
+    Args:
+      path: of the file; None for no file.
+      texts: of the command line.
+      defaults: sampling options of prompts without options of their own.
+      is_chat: wraps texts as messages of the user.
+
+    Raises:
+      SpecJAXError: naming the file and line at fault; or there is no prompt.
+    """
+    rows = jsonl.read_prompts(path, jsonl.ROW_OPTIONS) if path else []
+    for text in texts:
+        rows.append({"prompt": text, "where": f"prompt {len(rows)}"})
+    if not rows:
         raise SpecJAXError("there is no prompt: give --prompt or --prompts_file")
-    if FLAGS.compare and FLAGS.drafter == "none":
+    prompts = []
+    for row in rows:
+        prompt = row["prompt"]
+        if is_chat and isinstance(prompt, str) and prompt:
+            prompt = [{"role": "user", "content": prompt}]
+        prompts.append(prompt)
+    options = {}
+    for name, default in defaults.items():
+        batch.per_prompt(name, default, 1)
+        for row in rows:
+            if name in row:
+                _check_option(name, row)
+        options[name] = [row.get(name, default) for row in rows]
+    return Prompts(prompts, [row["where"] for row in rows], options)
+
+
+def _check_option(name: str, row: dict) -> None:
+    try:
+        batch.per_prompt(name, row[name], 1)
+    except SpecJAXError as error:
+        raise SpecJAXError(f"{row['where']}: {error}") from error
+
+
+def run(
+    decoding: Decoding, prompts: Prompts, *, ignore_eos: bool, compare: bool, output: str | None
+) -> int:
+    """Generates completions, and prints and writes them.
+
+    Args:
+      decoding: how models are loaded and run.
+      prompts: to complete.
+      ignore_eos: continues after end-of-sequence tokens.
+      compare: also decodes without speculation, and reports both.
+      output: JSONL file to write.
+
+    Returns:
+      The exit code.
+    """
+    (drafter,) = decoding.drafters
+    if compare and drafter == "none":
         raise SpecJAXError(
-            "--compare compares a drafter with plain decoding; with --drafter=none there is nothing to "
-            "compare"
+            "--compare compares a drafter with plain decoding; --drafter=none is plain decoding"
         )
-    common.join_processes()
-    if FLAGS.output and common.is_first_process():
-        jsonl.refuse_existing(FLAGS.output)
-    options = {
-        name: [row.get(name, getattr(FLAGS, name)) for row in rows]
-        + [getattr(FLAGS, name)] * len(FLAGS.prompt)
-        for name in jsonl.ROW_OPTIONS
-    }
-    if FLAGS.ignore_eos:
+    processes.join(decoding.processes)
+    outputs.check_output(output)
+    options: dict[str, Any] = dict(prompts.options)
+    if ignore_eos:
         options["eos_ids"] = ()
-    if FLAGS.chat:
-        prompts = [
-            [{"role": "user", "content": p}] if isinstance(p, str) and p else p for p in prompts
-        ]
-
-    target, draft = common.load_models()
+    setup, speculations = models.load_models(decoding)
+    speculation = speculations[drafter]
+    ids = _encode(setup.target, prompts)
     console = Console(highlight=False)
-    stream = None
-    if console.is_terminal and target.tokenizer and common.is_alone():
-        stream = common.TextStream(
-            console, target, [jsonl.headline(prompt) for prompt in prompts]
-        ).on_tokens
-    drafter = common.drafters(draft)[FLAGS.drafter]
-    result = generation.generate(
-        target,
-        prompts=prompts,
-        on_tokens=stream,
-        **drafter,
-        **common.decoding_arguments(),
-        **options,
-    )
-    runs = {"plain" if FLAGS.drafter == "none" else "speculative": [result]}
-    if FLAGS.output and common.is_first_process():
-        jsonl.write_completions(FLAGS.output, prompts, result)
-    if not stream:
-        for prompt, completion in zip(prompts, result.completions, strict=True):
-            print(
-                f"{jsonl.headline(prompt)}\n{completion.tokens if completion.text is None else completion.text}\n"
+    with outputs.CompletionWriter(output, prompts.prompts) as writer:
+        is_live = console.is_terminal and processes.is_only()
+        if is_live and setup.target.tokenizer is not None:
+            headlines = [jsonl.headline(prompt) for prompt in prompts.prompts]
+            stream = TextStream(console, setup.target, headlines)
+            result = setup.generate(
+                speculation,
+                ids,
+                on_tokens=stream.on_tokens,
+                on_completion=writer.write,
+                **options,
             )
-    if FLAGS.compare:
-        plain = generation.generate(
-            target, "none", prompts, **common.decoding_arguments(), **options
-        )
+        else:
+            with _Printer(console, prompts.prompts, writer) as printer:
+                result = setup.generate(
+                    speculation, ids, on_completion=printer.on_completion, **options
+                )
+    if writer.error:
+        raise SpecJAXError(writer.error)
+    runs = {"plain" if drafter == "none" else "speculative": [result]}
+    if compare:
+        plain = setup.generate(None, ids, **options)
         runs = {"plain": [plain], **runs}
-    k = drafter["num_speculative_tokens"] or 0
-    if unusable := sum(completion.unusable_drafts for completion in result.completions):
-        print(
-            f"Warning: the drafter's logits were NaN, or all -inf, for {unusable} drafts: its weights are damaged, or too "
-            "large for the dtype. The text is the target's all the same."
-        )
-    console.print(common.speed_table(f"{FLAGS.drafter}, K = {k}", runs, {"speculative": k}))
-    return _report_comparison(runs, options["temperature"]) if FLAGS.compare else 0
+    _print_warning(result)
+    K = speculation.num_speculative_tokens or 0
+    console.print(tables.speed_table(f"{drafter}, K = {K}", runs, {"speculative": K}))
+    if not compare:
+        return 0
+    is_sampled = any(prompts.options["temperature"])
+    return _report_comparison(runs, is_exact=decoding.verify == "coupled" or not is_sampled)
 
 
-def _report_comparison(runs, temperatures) -> int:
-    """Says what speculation did to speed and text. Returns the exit code."""
-    if common.tokens_per_second(runs["speculative"]) < common.tokens_per_second(runs["plain"]):
+def _encode(target: Model, prompts: Prompts) -> list[tuple[int, ...]]:
+    """The token ids of every prompt. Raises SpecJAXError, which names the prompt."""
+    encoded = []
+    for prompt, name in zip(prompts.prompts, prompts.names, strict=True):
+        ids = batch.encode(target, prompt, name)
+        batch.check_context(target, ids, name)
+        encoded.append(ids)
+    return encoded
+
+
+class _Printer:
+    """Writes finished completions, and prints them in the order of the prompts.
+
+    A context manager: at its end, even after an interrupt, completions that wait for an earlier one
+    are printed as well.
+    """
+
+    def __init__(self, console: Console, prompts: list[Prompt], writer: outputs.CompletionWriter):
+        self._console, self._prompts, self._writer = console, prompts, writer
+        self._waiting: dict[int, Completion] = {}
+        self._next = 0
+
+    def __enter__(self) -> _Printer:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, OSError):  # nothing can be printed
+            return
+        for index in sorted(self._waiting):
+            self._print(index)
+
+    def on_completion(self, index: int, completion: Completion) -> None:
+        """Callback for `specjax.generate`."""
+        self._writer.write(index, completion)
+        self._waiting[index] = completion
+        while self._next in self._waiting:
+            self._print(self._next)
+            self._next += 1
+
+    def _print(self, index: int) -> None:
+        completion = self._waiting.pop(index)
+        text = completion.tokens if completion.text is None else completion.text
+        print_text(self._console, f"{jsonl.headline(self._prompts[index])}\n{text}\n\n")
+        self._console.file.flush()
+
+
+def _print_warning(result: Generation) -> None:
+    """Prints that drafts could not be used, if there are any."""
+    unusable = sum(completion.unusable_drafts for completion in result.completions)
+    if unusable:
         print(
-            "Speculation was slower than plain decoding here: try a smaller --num_speculative_tokens, or "
-            "--drafter=none."
+            f"Warning: the drafter's logits were NaN, or all -inf, for {unusable} drafts: its "
+            "weights are damaged, or too large for the dtype. The text still follows the target."
         )
-    if FLAGS.verify == "coupled" or not any(temperatures):
-        return common.report_equality(runs)
-    print(
-        "Sampled texts differ with speculation, their distribution does not. --verify=coupled makes the texts equal, too."
-    )
-    return 0
+
+
+def _report_comparison(runs: dict[str, list[Generation]], is_exact: bool) -> int:
+    """Prints the effect of speculation on speed and text.
+
+    Args:
+      runs: "plain" and "speculative".
+      is_exact: whether the texts should be equal.
+
+    Returns:
+      The exit code.
+    """
+    rates = {name: tables.tokens_per_second(batches) for name, batches in runs.items()}
+    if rates["speculative"] < rates["plain"]:
+        print(
+            "Speculation was slower than plain decoding here: try a smaller "
+            "--num_speculative_tokens, or --drafter=none."
+        )
+    if not is_exact:
+        print(
+            "Sampled texts may differ with speculation; their distribution does not. "
+            "--verify=coupled makes the texts equal as well."
+        )
+        return 0
+    same = tables.same_tokens(runs)
+    print(tables.equality_line(same))
+    return 0 if same else 1

@@ -1,35 +1,43 @@
-"""Prompts from a JSONL file, completions to one; figures to a JSON file."""
+"""Prompts from a JSONL file."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
+import importlib.resources
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 from specjax import files
-from specjax.engine.generate import Generation, Prompt
+from specjax.engine.request import Prompt
 from specjax.errors import SpecJAXError
 
+DEMO_PROMPTS = importlib.resources.files("specjax") / "data" / "demo_prompts.jsonl"
 ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+HEADLINE_LENGTH = 100
 
 
 def read_prompts(path: str, options: tuple[str, ...] = ()) -> list[dict]:
-    """Lines of a prompts file as dictionaries with "prompt" (text or messages), perhaps a "name" of
-    its own, the "domain" that its text is of, and some of `options`, which are of `ROW_OPTIONS`.
+    """Reads the lines of a prompts file.
+
+    Args:
+      path: of the file.
+      options: the sampling options that lines may have, of `ROW_OPTIONS`.
+
+    Returns:
+      A dictionary for each line, with "prompt" (text or messages) and "where" (file and line, for
+      errors); perhaps with "name", "domain" and options.
 
     Raises:
       SpecJAXError: naming the file and the line.
     """
-    rows = [_row(value, where, options) for where, value in files.json_lines(pathlib.Path(path))]
+    rows = []
+    for where, value in files.json_lines(pathlib.Path(path)):
+        rows.append(_read_row(value, where, options))
     if not rows:
         raise SpecJAXError(f"{path} has no prompts")
     return rows
 
 
-def _row(value: Any, where: str, options: tuple[str, ...]) -> dict:
+def _read_row(value: Any, where: str, options: tuple[str, ...]) -> dict:
     row = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise SpecJAXError(
@@ -38,91 +46,58 @@ def _row(value: Any, where: str, options: tuple[str, ...]) -> dict:
     known = ("prompt", "messages", "name", "domain", *options)
     unknown = sorted(set(row) - set(known))
     if unknown:
-        raise SpecJAXError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
+        raise SpecJAXError(f"{where}: unknown key {unknown[0]!r}; choose from {', '.join(known)}")
     for name in ("name", "domain"):
         if not isinstance(row.get(name, ""), str):
             raise SpecJAXError(f"{where}: {name!r} must be a string")
     for option in options:
-        if option in row and (
-            isinstance(row[option], bool) or not isinstance(row[option], int | float)
-        ):
-            raise SpecJAXError(f"{where}: {option!r} must be a number, got {row[option]!r}")
-    if "messages" not in row:
-        if not isinstance(row["prompt"], str):
-            raise SpecJAXError(f"{where}: 'prompt' must be a string")
-        return row
-    messages = row.pop("messages")
-    is_chat = (
-        isinstance(messages, list)
-        and messages
-        and all(
-            isinstance(message, dict) and {"role", "content"} <= message.keys()
-            for message in messages
-        )
-    )
+        value = row.get(option, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SpecJAXError(f"{where}: {option!r} must be a number, got {value!r}")
+    row["where"] = where
+    if "messages" in row:
+        row["prompt"] = row.pop("messages")
+        _check_messages(row["prompt"], where)
+    elif not isinstance(row["prompt"], str):
+        raise SpecJAXError(f"{where}: 'prompt' must be a string")
+    elif not row["prompt"]:
+        raise SpecJAXError(f"{where}: the prompt is empty")
+    return row
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    """Raises SpecJAXError unless these are the messages of a chat, with texts or parts of texts."""
+    is_chat = isinstance(messages, list) and len(messages) > 0
+    for message in messages if is_chat else ():
+        is_chat = is_chat and isinstance(message, dict) and {"role", "content"} <= message.keys()
     if not is_chat:
         raise SpecJAXError(
             f"{where}: 'messages' must be a list of objects with 'role' and 'content'"
         )
-    return {"prompt": messages, **row}
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            continue
+        if not isinstance(content, list):
+            raise SpecJAXError(
+                f"{where}: 'content' must be a string or a list of text parts, got {content!r}"
+            )
+        for part in content:
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
+                raise SpecJAXError(
+                    f"{where}: parts of 'content' must be of the form "
+                    f'{{"type": "text", "text": "..."}}, got {part!r}'
+                )
 
 
 def headline(prompt: Prompt) -> str:
     """The first line of a prompt, to show above its completion."""
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    text = prompt
+    if not isinstance(prompt, str):
+        content = prompt[-1]["content"]
+        is_text = isinstance(content, str)
+        text = content if is_text else "".join(part["text"] for part in content)
     first, _, rest = text.strip().partition("\n")
-    return f"> {first[:100]}{' ...' if rest or len(first) > 100 else ''}"
-
-
-def refuse_existing(path: str, flag: str = "output") -> None:
-    """Raises SpecJAXError where `path`, which is that of a flag, exists already, or its folder does
-    not."""
-    if os.path.lexists(path):
-        raise SpecJAXError(f"--{flag}: {path} exists already")
-    if not pathlib.Path(path).absolute().parent.is_dir():
-        raise SpecJAXError(f"--{flag}: the folder of {path} does not exist")
-
-
-def write_completions(path: str, prompts: Sequence[Prompt], generation: Generation) -> None:
-    """One line per prompt."""
-    lines = []
-    for prompt, c in zip(prompts, generation.completions, strict=True):
-        rounds = [
-            {"drafted": drafted, "accepted": accepted, "emitted": emitted}
-            for drafted, accepted, emitted in zip(c.drafted, c.accepted, c.emitted, strict=True)
-        ]
-        lines.append(
-            json.dumps(
-                {
-                    "prompt": prompt,
-                    "prompt_tokens": c.prompt_tokens,
-                    "tokens": c.tokens,
-                    "text": c.text,
-                    "finish_reason": c.finish_reason,
-                    "rounds": rounds,
-                },
-                ensure_ascii=False,
-            )
-        )
-    write_text(path, "\n".join(lines) + "\n")
-
-
-def write_figures(path: str, figures: dict) -> None:
-    """Writes figures of a benchmark as a JSON file, with null for NaN and infinity, which JSON does
-    not have."""
-    write_text(path, json.dumps(_finite(figures), indent=2, allow_nan=False) + "\n")
-
-
-def _finite(value):
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_text(path: str, text: str) -> None:
-    """Writes a new file, which appears when it is complete. Raises SpecJAXError where that cannot
-    be done."""
-    with files.new_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    is_cut = bool(rest) or len(first) > HEADLINE_LENGTH
+    return f"> {first[:HEADLINE_LENGTH]}{' ...' if is_cut else ''}"

@@ -1,18 +1,23 @@
-"""The `specjax` command: finds the subcommand, parses its flags, and turns errors into one line and
-an exit code."""
+"""The `specjax` command: finds the subcommand, parses its flags and reports errors in one line."""
 
 from __future__ import annotations
 
+import errno
+import functools
 import importlib
 import os
 import pathlib
+import signal
 import sys
 import time
+import warnings
 
 from absl import flags, logging
 
 import specjax
-from specjax.errors import SpecJAXError
+from specjax.cli import flags as common_flags
+from specjax.errors import SpecJAXError, SpecJAXWarning
+from specjax.report.stream import visible
 
 COMMANDS = (
     "generate",
@@ -28,83 +33,146 @@ COMMANDS = (
     "demo",
     "env",
 )
-USAGE_ERROR = 2
+HELP = ("-h", "--help", "--helpfull", "--helpshort")
+FAILURE, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def run() -> None:
     """Entry point of the console script."""
-    sys.stdout.reconfigure(
-        errors="replace"
-    )  # a terminal that cannot show a character shows a question mark
-    sys.exit(main(sys.argv))
+    # A terminal that cannot show a character shows a question mark.
+    sys.stdout.reconfigure(errors="replace")
+    code = main(sys.argv)
+    if code != INTERRUPTED:
+        sys.exit(code)
+    # Python's own end would destroy what XLA was compiling, and crash.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _flush()
+    os._exit(code)
 
 
 def main(argv: list[str]) -> int:
-    """Runs `specjax <command> [flags]` and returns the exit code: 0, 1 (it failed) or 2 (unusable
-    input)."""
-    if len(argv) < 2 or argv[1] in ("-h", "--help", "--helpfull", "help"):
-        _list(COMMANDS)
-        return 0 if len(argv) > 1 else USAGE_ERROR
-    if argv[1] == "--version":
-        print(f"specjax {specjax.__version__}")
-        return 0
-    group = [name for name in COMMANDS if name.startswith(f"{argv[1]} ")]
-    if group and " ".join(argv[1:3]) not in COMMANDS:
-        if len(argv) > 2 and not argv[2].startswith("-"):
-            return _complain(
-                f"command {' '.join(argv[1:3])!r} does not exist; there is: {', '.join(group)}"
-            )
-        _list(group)
-        return (
-            0 if len(argv) > 2 and argv[2].lstrip("-") in ("h", "help", "helpfull") else USAGE_ERROR
-        )
-    words = 2 if " ".join(argv[1:3]) in COMMANDS else 1  # "bench decode" is one command
-    name, arguments = " ".join(argv[1 : 1 + words]), argv[1 + words :]
-    if name not in COMMANDS:
-        return _complain(f"command {name!r} does not exist; there is: {', '.join(COMMANDS)}")
-    command = _module(name)
-    command.define_flags()
-    if any(
-        arg.lstrip("-") in ("h", "help", "helpshort") for arg in arguments if arg.startswith("-")
-    ):
-        print(command.__doc__.strip() + "\n")
-        print(flags.FLAGS.module_help(command.__name__))
-        return 0
+    """Runs `specjax <command> [flags]`.
+
+    Returns:
+      The exit code: 0, 1 (a failure), 2 (unusable input) or 130 (interrupted).
+    """
     try:
-        rest = flags.FLAGS([name, *arguments])[1:]
-        if rest:
-            raise SpecJAXError(f"{rest[0]!r} is not a flag; flags look like --name=value")
-        _configure_jax()
-        return command.main([name, *arguments]) or 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", SpecJAXWarning)
+            warnings.showwarning = _show_warning
+            code = _main(argv)
+        sys.stdout.flush()
+        return code
     except (SpecJAXError, flags.Error) as error:
         return _end(_complain(str(error)))
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # the reader of our output has seen enough
+        _discard_stdout()
+        return FAILURE
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EFBIG):
+            raise
+        _discard_stdout()
+        return _end(_complain(f"cannot write to the standard output: {error.strerror}"))
     except RuntimeError as error:
         if not _lost_a_process(error):
             raise
         reason = next(iter(str(error).splitlines()), "")
         _complain(f"the run over several processes has failed; one of them may have died: {reason}")
-        return _end(1)
+        return _end(FAILURE)
+
+
+def _main(argv: list[str]) -> int:
+    """Finds the command and runs it."""
+    words = argv[1:]
+    if not words or words[0] in (*HELP, "help"):
+        _list(COMMANDS)
+        return 0 if words else USAGE_ERROR
+    if words[0] == "--version":
+        print(f"specjax {specjax.__version__}")
+        return 0
+    length = 2 if " ".join(words[:2]) in COMMANDS else 1  # "bench decode" is one command
+    name, arguments = " ".join(words[:length]), words[length:]
+    if name not in COMMANDS:
+        return _no_command(words)
+    if any(argument in HELP for argument in arguments):
+        _describe(name)
+        return 0
+    skipped = common_flags.parse(name, arguments, MODULES)
+    for path, names in skipped.items():
+        listed = ", ".join(f"--{flag}" for flag in names)
+        print(f"specjax: {path}: skipped flags of other commands: {listed}", file=sys.stderr)
+    _configure_jax()
+    return MODULES[name]().main([name, *arguments]) or 0
+
+
+def _no_command(words: list[str]) -> int:
+    """Lists the commands of a group, or raises SpecJAXError for an unknown command."""
+    name = words[0]
+    group = [command for command in COMMANDS if command.startswith(f"{name} ")]
+    if not group:
+        raise SpecJAXError(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}")
+    if len(words) > 1 and words[1] not in (*HELP, "help"):
+        wanted = " ".join(words[:2])
+        raise SpecJAXError(f"unknown command {wanted!r}; choose from {', '.join(group)}")
+    _list(group)
+    return 0 if len(words) > 1 else USAGE_ERROR
 
 
 def _list(commands) -> None:
     print("usage: specjax <command> [flags]\n\ncommands:")
     for name in commands:
-        print(f"  {name:18}{_module(name).__doc__.splitlines()[0].partition(': ')[2]}")
+        first_line = MODULES[name]().__doc__.splitlines()[0]
+        print(f"  {name:18}{first_line.partition(': ')[2]}")
     print("\nspecjax <command> --help shows the flags; --flagfile=FILE reads flags from a file.")
+
+
+def _describe(name: str) -> None:
+    """Prints the description and the flags of a command."""
+    command = MODULES[name]()
+    command.define_flags()
+    print(command.__doc__.strip() + "\n")
+    print(flags.FLAGS.module_help(command.__name__))
 
 
 def _module(command: str):
     return importlib.import_module(f"specjax.cli.{command.replace(' ', '_')}")
 
 
+MODULES = {name: functools.partial(_module, name) for name in COMMANDS}
+
+
 def _complain(message: str) -> int:
-    print(f"specjax: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"specjax: error: {visible(' '.join(message.split()))}", file=sys.stderr)
     return USAGE_ERROR
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    """Prints a warning of SpecJAX in one line, and others as Python does."""
+    if issubclass(category, SpecJAXWarning):
+        text = f"specjax: warning: {visible(' '.join(str(message).split()))}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    sys.stderr.write(text)
+
+
+def _flush() -> None:
+    """Writes what is still buffered, if possible."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def _discard_stdout() -> None:
+    """Lets Python flush its buffer at the end without an error."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _lost_a_process(error: RuntimeError) -> bool:
@@ -114,28 +182,25 @@ def _lost_a_process(error: RuntimeError) -> bool:
 
 
 def _end(code: int) -> int:
-    """The exit code. One of several processes ends here: Python's own end would wait for those that
-    go on."""
+    """Returns the exit code, or exits with it at once if this is one of several processes.
+
+    Python's own end would wait for the other processes.
+    """
     jax = sys.modules.get("jax")
     if jax and jax.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         if jax.process_index() == 0:
-            time.sleep(
-                1
-            )  # the others, which end with this one, should have said their own word before
+            time.sleep(1)  # the others end with this one, and should report their errors first
         os._exit(code)
     return code
 
 
 def _configure_jax() -> None:
-    """Keeps compiled programs from one run to the next; where, and which, the user may have chosen
-    already."""
+    """Keeps compiled programs from one run to the next, unless the user chose where, and which."""
     import jax
 
-    logging.set_verbosity(
-        logging.FATAL
-    )  # what goes wrong is said once, by us, not by a library's threads as well
+    # Errors are reported once, by us, and not by the threads of a library as well.
+    logging.set_verbosity(logging.FATAL)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "specjax" / "xla"))

@@ -19,10 +19,12 @@ from specjax import dtypes, files, llama, parallel
 from specjax.bench import plan
 from specjax.checkpoints_convert import eagle as heads
 from specjax.checkpoints_convert import table
-from specjax.cli import common, jsonl
+from specjax.cli import flags as common_flags
+from specjax.cli import jsonl, processes
 from specjax.engine import batch
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
+from specjax.report import provenance, tables
 from specjax.train import curves, data, evaluate, init_head, self_generate
 from specjax.train import loop as trainer
 from specjax.train.evaluate import Score
@@ -135,8 +137,7 @@ def define_flags() -> None:
         "dtype to compute in; by default float32 on CPU, else that of "
         "the target. What is trained is float32.",
     )
-    common.define_mesh_flags()
-    flags.adopt_module_key_flags(common)
+    common_flags.define_mesh_flags()
 
 
 def main(argv: list[str]) -> None:
@@ -156,7 +157,7 @@ def main(argv: list[str]) -> None:
             f"--max_seq_len={FLAGS.max_seq_len} is beyond the context of the target, "
             f"{opened.config.max_position_embeddings}"
         )
-    mesh = common.make_mesh()
+    mesh = processes.make_mesh(*common_flags.mesh_degrees())
     shape = _shape(opened.config)
     is_head = FLAGS.drafter == "eagle"
     parallel.check_shardable(
@@ -246,7 +247,7 @@ def _check_flags() -> None:
         raise SpecJAXError(
             f"--patience={FLAGS.patience}: with --eval_every=0 nothing is evaluated before the end"
         )
-    common.numbers("temperatures")
+    common_flags.numbers("temperatures", FLAGS.temperatures)
     if (least := data.SKIPPED + 3 + _num_steps()) > FLAGS.max_seq_len:
         raise SpecJAXError(
             f"--max_seq_len must be at least {least}, got {FLAGS.max_seq_len}: nothing would be guessed"
@@ -313,10 +314,10 @@ def _fitting(target: checkpoint.Model, prompts: list[dict]) -> list[tuple[tuple[
     """The tokens and the domain of each prompt that is not too long."""
     encoded = [
         (
-            batch.encode(target, row["prompt"], f"{FLAGS.self_generate}, prompt {i}"),
+            batch.encode(target, row["prompt"], row["where"]),
             row.get("domain", ""),
         )
-        for i, row in enumerate(prompts, 1)
+        for row in prompts
     ]
     fitting = [prompt for prompt in encoded if len(prompt[0]) <= FLAGS.max_seq_len // 2]
     if len(fitting) < len(prompts):
@@ -347,7 +348,7 @@ def _continue(
             folder,
             max_seq_len=FLAGS.max_seq_len,
             batch_size=FLAGS.generate_batch_size,
-            temperatures=common.numbers("temperatures"),
+            temperatures=common_flags.numbers("temperatures", FLAGS.temperatures),
             seed=FLAGS.seed,
             aux_layers=aux_layers,
             eos_ids=None if FLAGS.stop_at_eos else (),
@@ -416,13 +417,13 @@ def _write(
     """The drafter, its scores and the curves; those of an earlier end of the same run are replaced."""
     curves.draw(result.history, output / "curves.png")
     (output / "evaluation.json").unlink(missing_ok=True)
-    jsonl.write_figures(
-        str(output / "evaluation.json"),
+    provenance.write_figures(
+        output / "evaluation.json",
         {
             "step": result.step,
             "scores": [dataclasses.asdict(score) for score in result.scores],
-            **common.provenance(__name__),
         },
+        common_flags.invocation(__name__),
     )
     folder, new = output / "drafter", output / f"drafter.new-{os.getpid()}"
     if objective.is_head:
@@ -438,7 +439,7 @@ def _write(
 
 def score_table(scores: list[Score]) -> Table:
     """Acceptance by draft position."""
-    return common.table(
+    return tables.table(
         "Accepted on held-out rows, by draft position",
         (
             "domain",
@@ -453,7 +454,7 @@ def score_table(scores: list[Score]) -> Table:
                 score.text,
                 str(score.temperature),
                 f"{score.places:,}",
-                *map(common.number, score.by_position),
+                *map(tables.number, score.by_position),
             )
             for score in scores
         ],

@@ -20,6 +20,7 @@ from specjax.engine.load import LoadedDraft, Model, check_same_vocabulary
 from specjax.engine.request import (
     Completion,
     Generation,
+    OnCompletion,
     OnTokens,
     Prompt,
     SamplingParams,
@@ -49,7 +50,7 @@ def default_num_speculative_tokens(drafter: str) -> int:
 
 def generate(
     target: Model,
-    drafter: str | Drafter = "ngram",
+    drafter: str | Drafter = registry.DEFAULT,
     prompts: Sequence[Prompt] = (),
     *,
     draft: LoadedDraft | None = None,
@@ -67,6 +68,7 @@ def generate(
     page_size: int = 64,
     implementation: str | None = None,
     on_tokens: OnTokens | None = None,
+    on_completion: OnCompletion | None = None,
 ) -> Generation:
     """Generates a completion for each prompt, all of them in one batch.
 
@@ -102,6 +104,8 @@ def generate(
         default the kernels if they can run, see `specjax env`.
       on_tokens: called while tokens are generated, see `request.OnTokens`. If the mesh spans
         several processes, they need the same arguments, and all or none have `on_tokens`.
+      on_completion: called when a prompt is finished, see `request.OnCompletion`; the same holds
+        for several processes.
 
     Raises:
       SpecJAXError: for an option, a prompt or a pair of models that cannot be used, naming it; or
@@ -145,8 +149,9 @@ def generate(
         page_size = S  # one page holds the whole sequence
     config = DecodeConfig(target.config, drafter, verify, target.runtime(page_size, implementation))
     chunk = batch.prefill_chunk(longest)
+    reporter = _CompletionReporter(target, num_prompts, on_completion) if on_completion else None
     state, prefill_seconds, decode_seconds = _run(
-        target, drafter_params, config, rows, chunk, on_tokens
+        target, drafter_params, config, rows, chunk, on_tokens, reporter
     )
     completions = _completions(state, target, num_prompts)
     rounds = max(len(completion.emitted) for completion in completions)
@@ -220,6 +225,7 @@ def _run(
     rows: Batch,
     prefill_chunk: int,
     on_tokens: OnTokens | None,
+    reporter: _CompletionReporter | None,
 ) -> tuple[DecodeState, float, float]:
     """Returns the final state, and the seconds of reading the prompts and of decoding."""
     mesh, params = target.mesh, target.params
@@ -244,12 +250,14 @@ def _run(
     while True:
         start = time.perf_counter()
         state = run_rounds(state, max_rounds)
-        is_done = not parallel.get(state.active_B).any()
+        active_B = parallel.get(state.active_B)
         seconds = time.perf_counter() - start
         decode_seconds += seconds
         if on_tokens:
             _report(state, reported_B, on_tokens)
-        if is_done:
+        if reporter:
+            reporter.report(state, active_B)
+        if not active_B.any():
             return state, prefill_seconds, decode_seconds
         if not on_tokens:
             fitting = int(max_rounds * SECONDS_PER_CALL / seconds)
@@ -284,6 +292,25 @@ def _report(state: DecodeState, reported_B: np.ndarray, on_tokens: OnTokens) -> 
         new_flags = flags[start - prompt_length_B[b] :]
         on_tokens(int(b), tokens_BS[b, start:end].tolist(), new_flags, not active_B[b])
         reported_B[b] = end
+
+
+class _CompletionReporter:
+    """Passes on completions when they are finished."""
+
+    def __init__(self, target: Model, num_prompts: int, on_completion: OnCompletion):
+        self._target, self._on_completion = target, on_completion
+        self._unfinished = list(range(num_prompts))
+
+    def report(self, state: DecodeState, active_B: np.ndarray) -> None:
+        """Passes on the completions of rows that have become inactive."""
+        finished = [b for b in self._unfinished if not active_B[b]]
+        if not finished:
+            return
+        self._unfinished = [b for b in self._unfinished if active_B[b]]
+        state = parallel.get(state.replace(cache=None, drafter=None))
+        for b in finished:
+            if not state.failed_B[b]:
+                self._on_completion(b, _completion(state, b, self._target.tokenizer))
 
 
 def _completions(state: DecodeState, target: Model, num_prompts: int) -> tuple[Completion, ...]:

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from specjax import dtypes, files, llama, parallel
 from specjax.checkpoints_convert import gguf, hf, orbax, table
 from specjax.config import LlamaConfig, Runtime
+from specjax.devices import check_platform
 from specjax.drafters import registry
 from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.tokenizer import Tokenizer
@@ -138,8 +139,9 @@ def load(
     Raises:
       SpecJAXError: for a checkpoint that cannot be used, naming the file, tensor or value at fault,
         before anything is allocated if headers show it; for a model that cannot be split over so
-        many devices. A .gguf file must be converted first.
+        many devices. A .gguf file must be converted first. JAX finds no device.
     """
+    check_platform()
     if role not in parallel.RULES:
         raise SpecJAXError(f"unknown role {role!r}; choose from {', '.join(parallel.RULES)}")
     source = files.expand(path)

@@ -12,6 +12,9 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # text, token ids, or m
 # are the last ones)
 OnTokens = Callable[[int, list[int], list[bool], bool], None]
 
+# on_completion(index of the prompt, its completion)
+OnCompletion = Callable[[int, "Completion"], None]
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:

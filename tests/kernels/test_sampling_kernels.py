@@ -93,7 +93,7 @@ def softmax(logits_V, temperature, threshold=-np.inf):
 
 
 def winner(weight_V, key_2):
-    """The token of the largest weight / noise in float64, and whether nothing else comes near it."""
+    """The token of the largest weight / noise in float64, and whether it is a clear winner."""
     noise_V = np.asarray(
         EXPONENTIAL(*map(jnp.int32, key_2), jnp.arange(len(weight_V), dtype=jnp.int32))
     )
@@ -430,7 +430,7 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
         )
 
 
-# ---- The distribution of what rejection emits, added up exactly over every draft and every way of accepting
+# ---- The distribution of what rejection emits, added up exactly over every draft and every way of
 
 
 def random_distribution(rng, V):
@@ -447,8 +447,8 @@ def one_hot(rng, V):
     return np.eye(V, dtype=np.float32)[rng.integers(V)]
 
 
-# How the target's distribution p and the drafter's q of a context are made. Without q, the drafter's guess
-# is certain.
+# How the target's distribution p and the drafter's q of a context are made. Without q, the
+# drafter's guess is certain.
 KINDS = {
     "random": (random_distribution, random_distribution),
     "q has zeros": (random_distribution, with_zeros),
@@ -465,8 +465,8 @@ KINDS = {
 
 
 class Acceptance:
-    """`reject` for given distributions p `[D, T, V]` and q `[D, K, V]` (or None), at temperature 1, on the
-    given passes."""
+    """`reject` for given distributions p `[D, T, V]` and q `[D, K, V]` (or None), at temperature 1,
+    on the given passes."""
 
     def __init__(self, passes, probs_DTV, draft_DM, count_D, q_DMV):
         self.passes, self.draft_DM, self.count_D = (
@@ -486,8 +486,8 @@ class Acceptance:
             return self.passes.sample(np.log(distribution), self.temperature_D, None, None)
 
     def accepted(self, u_DM):
-        """From the distributions' statistics, which come from the passes; the residual's pass, which has no
-        part in it, is left to the reference."""
+        """From the distributions' statistics, which come from the passes; the residual's pass,
+        which has no part in it, is left to the reference."""
         key_DT2 = np.zeros((*self.argmax_DT.shape, 2), np.int32)
         return np.asarray(
             product("xla").reject(
@@ -503,8 +503,8 @@ class Acceptance:
         )
 
     def residual(self, n_D):
-        """The distribution that the next token is drawn from after n accepted drafts, `[D, V]`: one shard
-        per token, whose mass is the weight that the pass gave to that token."""
+        """The distribution that the next token is drawn from after n accepted drafts, `[D, V]`: one
+        shard per token, whose mass is the weight that the pass gave to that token."""
         n_D = jnp.asarray(n_D)
         guess_D = jnp.take_along_axis(self.draft_DM, jnp.minimum(n_D, self.T - 2)[:, None], axis=1)[
             :, 0
@@ -557,7 +557,8 @@ class Acceptance:
             accepted_below_D = self.accepted(below_DM) > i
             accepted_above_D = self.accepted(above_DM) > i
             np.testing.assert_array_equal(accepted_below_D, reached_D & (ratio_D > 0))
-            # No uniform is above a threshold of 1. Where p and q are equal, rounding decides at LAST.
+            # No uniform is above a threshold of 1. Where p and q are equal, rounding decides at
+            # LAST.
             sure_D = abs(ratio_D - 1) > 2 * PRECISION
             expected_D = reached_D & (ratio_D > 1)
             np.testing.assert_array_equal(accepted_above_D[sure_D], expected_D[sure_D])
@@ -565,7 +566,7 @@ class Acceptance:
         return np.minimum(ratio_DM, 1)
 
     def ratios(self):
-        """p / q of every draft from the distributions themselves, 0 where q is 0, float64 `[D, K]`."""
+        """p / q of every draft from the distributions themselves, 0 where q is 0, in float64."""
         draft_DM1 = np.asarray(self.draft_DM)[..., None]
         p_DM = np.take_along_axis(self.probs_DTV[:, :-1], draft_DM1, axis=2)[..., 0]
         q_DM = np.ones_like(p_DM)
@@ -575,8 +576,8 @@ class Acceptance:
 
 
 def emitted_distribution(passes, p, q, V, K, count):
-    """Joint distribution of the K + 1 tokens that follow a context, where the first come from one round and
-    the rest from p."""
+    """Joint distribution of the K + 1 tokens that follow a context, where the first come from one
+    round and the rest from p."""
     contexts = [context for n in range(K + 1) for context in itertools.product(range(V), repeat=n)]
     if q == "guess":
         guess = {context: (7 * sum(context) + len(context) + 1) % V for context in contexts}
@@ -617,8 +618,8 @@ def emitted_distribution(passes, p, q, V, K, count):
 
 
 def check_emitted_distribution(passes, V, K, kind, seeds, counts):
-    """Exact to 1e-6: the distributions are float32 inputs here, and what is done with them in float32 rounds
-    at 6e-8 a step."""
+    """Exact to 1e-6: the distributions are float32 inputs here, and what is done with them in
+    float32 rounds at 6e-8 a step."""
     make_p, make_q = KINDS[kind]
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -651,8 +652,8 @@ class TestDistribution:
         check_emitted_distribution(passes, 3, 2, kind, seeds=[0], counts=[2])
 
     def test_nothing_agrees_more_often(self):
-        """The acceptance of the first draft is the overlap of the distributions, the most that any coupling
-        can have."""
+        """The acceptance of the first draft is the overlap of the distributions, the most that any
+        coupling can have."""
         rng = np.random.default_rng(0)
         V = 6
         p_V, q_V = random_distribution(rng, V), random_distribution(rng, V)

@@ -1,0 +1,86 @@
+"""Loading the models of a command."""
+
+from __future__ import annotations
+
+from specjax.bench.setup import Setup, Speculation
+from specjax.cli import processes
+from specjax.cli.flags import Decoding
+from specjax.drafters import registry
+from specjax.engine import generate as generation
+from specjax.engine import load
+from specjax.engine.load import LoadedDraft, Model
+from specjax.errors import SpecJAXError
+
+
+def load_models(decoding: Decoding) -> tuple[Setup, dict[str, Speculation]]:
+    """Loads the target, and the draft model or EAGLE head of the drafters, onto the devices.
+
+    Returns:
+      The target and how it is run; and every drafter but "none" by its name.
+
+    Raises:
+      SpecJAXError: models, drafters or degrees that do not go together, where headers tell before
+        anything is loaded.
+    """
+    names = decoding.drafters
+    if decoding.drafter_options and len(names) > 1:
+        raise SpecJAXError("--drafter_options apply to one --drafter, got several")
+    target, draft = _load(decoding)
+    speculations = {}
+    for name in names:
+        uses_draft = len(names) == 1 or any(registry.draft_config_types(name))
+        speculations[name] = Speculation(
+            name,
+            draft if uses_draft else None,
+            num_speculative_tokens(name, decoding.num_speculative_tokens),
+            decoding.drafter_options,
+        )
+    setup = Setup(target, decoding.verify, decoding.page_size, decoding.implementation)
+    return setup, speculations
+
+
+def num_speculative_tokens(drafter: str, given: int | None) -> int | None:
+    """K of a drafter: the given number, else the default of the drafter; None for "none"."""
+    if given is None and drafter != "none":
+        return generation.default_num_speculative_tokens(drafter)
+    return given
+
+
+def check_benchmark(decoding: Decoding) -> None:
+    """Raises SpecJAXError for drafters that a benchmark cannot compare with plain decoding."""
+    names = decoding.drafters
+    if "none" in names:
+        raise SpecJAXError("--drafter=none: bench compares drafters with plain decoding")
+    uses_draft = any(kind for name in names for kind in registry.draft_config_types(name))
+    if decoding.draft and not uses_draft:
+        raise SpecJAXError(
+            f"--draft={decoding.draft}: {' and '.join(names)} uses no draft model and no head"
+        )
+
+
+def _load(decoding: Decoding) -> tuple[Model, LoadedDraft | None]:
+    """Loads the target, and the one draft that the drafters share."""
+    names = [name for name in decoding.drafters if name != "none"]
+    types = set()
+    with_draft = []
+    for name in names:
+        of_name = set(registry.draft_config_types(name)) - {None}
+        types |= of_name
+        if of_name:
+            with_draft.append(name)
+    if len(types) > 1:
+        raise SpecJAXError(
+            f"--drafter: {' and '.join(names)} need different drafts; there is one --draft"
+        )
+    _, draft_tensor_parallel, _ = decoding.degrees
+    if draft_tensor_parallel != 1 and not with_draft:
+        raise SpecJAXError(
+            f"--draft_tensor_parallel={draft_tensor_parallel}, but no --drafter uses a draft"
+        )
+    mesh = processes.make_mesh(*decoding.degrees)
+    drafter = with_draft[0] if with_draft else decoding.drafters[0]
+    # What cannot be used or split is rejected before the other one is read.
+    opened = load.open_source(decoding.target)
+    load.check_drafter(drafter, decoding.draft, opened, mesh)
+    target = load.load(decoding.target, dtype=decoding.dtype, mesh=mesh)
+    return target, load.load_drafter(drafter, decoding.draft, target)
