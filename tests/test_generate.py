@@ -190,6 +190,24 @@ def test_on_tokens_gets_every_token_once(target, draft, plain, arguments):
         assert any(result.completions[0].from_draft)
 
 
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_on_completion_gets_every_completion_once(target, is_streaming, monkeypatch):
+    """And as soon as it is finished: a short one before a long one."""
+    monkeypatch.setattr(generation, "SECONDS_PER_CALL", 0)  # a round per call
+    calls = []
+    options = {"on_tokens": lambda *args: None} if is_streaming else {}
+    result = specjax.generate(
+        target,
+        "none",
+        PROMPTS,
+        max_new_tokens=[40, 3, 20],
+        on_completion=lambda index, completion: calls.append((index, completion)),
+        **options,
+    )
+    assert [index for index, _ in calls] == [1, 2, 0]
+    assert dict(calls) == dict(enumerate(result.completions))
+
+
 class TestEnd:
     """End-of-sequence tokens."""
 

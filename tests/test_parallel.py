@@ -333,9 +333,9 @@ def test_generation_fills_the_batch_up_with_rows_that_emit_nothing():
         model(TARGET.params), prompts=PROMPTS[:3], draft=model(DRAFT.params), **options
     )
     assert [c.tokens for c in got.completions] == [c.tokens for c in alone.completions]
-    with pytest.raises(SpecJAXError, match="different meshes"):
+    with pytest.raises(SpecJAXError, match="must be loaded for the same mesh"):
         generation.generate(target, prompts=PROMPTS[:3], draft=model(DRAFT.params), **options)
     with pytest.raises(
-        SpecJAXError, match="draft is not split like a draft: load it with role='draft'"
+        SpecJAXError, match="draft is not sharded as a draft; load it with role='draft'"
     ):
         generation.generate(target, prompts=PROMPTS[:3], draft=target, **options)

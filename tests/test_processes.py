@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 class Process:
-    """`specjax generate` in a process of its own with so many devices; its output goes to files."""
+    """`specjax generate` in a process of its own; its output goes to files."""
 
     def __init__(self, folder: pathlib.Path, output: pathlib.Path, *arguments: str, devices: int):
         environment = os.environ | {
@@ -69,7 +69,7 @@ class Process:
 
 @pytest.fixture
 def start(folder, tmp_path):
-    """Starts processes, and ends those that are left."""
+    """Starts processes, and kills those that are left at the end."""
     processes = []
 
     def start(*arguments, devices: int = 2) -> Process:
@@ -106,7 +106,7 @@ def sampling(folder) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one(folder) -> str:
-    """What one process on one device writes."""
+    """The output file of one process on one device."""
     process = Process(
         folder, folder / "process", *sampling(folder), f"--output={folder / 'one.jsonl'}", devices=1
     )
@@ -116,7 +116,7 @@ def one(folder) -> str:
 
 @pytest.mark.parametrize("mesh", [(4, 2, 1), (2, 2, 2)], ids=["models", "batch"])
 def test_two_processes_write_what_one_does(mesh, one, start, folder, tmp_path):
-    """Both have a part of the models, or of the batch."""
+    """The models, or the batch, are split over both."""
     degrees = zip(("tensor_parallel", "draft_tensor_parallel", "data_parallel"), mesh, strict=True)
     several = [
         *(f"--{name}={degree}" for name, degree in degrees),
@@ -134,7 +134,7 @@ def test_two_processes_write_what_one_does(mesh, one, start, folder, tmp_path):
         < sum(a_round["accepted"] for a_round in rounds)
         < sum(a_round["drafted"] for a_round in rounds)
     )
-    # One of them speaks for both.
+    # Only one of them prints.
     assert "> hello" in processes[0].out and "> hello" not in processes[1].out
 
 
@@ -142,8 +142,8 @@ def test_two_processes_write_what_one_does(mesh, one, start, folder, tmp_path):
     ("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
 )
 def test_a_process_that_dies_takes_the_others_with_it(victim, how, start, tmp_path):
-    """And what they say names the cause. The other way out would be to wait for it for ever. One
-    that hangs, or whose host is gone, closes no connection: it is found by the timeout."""
+    """Their error names the cause; otherwise they would wait for ever. A process that hangs, or
+    whose host is gone, closes no connection: it is found by the timeout."""
     port, timeout = free_port(), 10
     options = [
         "--ignore_eos",
@@ -153,12 +153,12 @@ def test_a_process_that_dies_takes_the_others_with_it(victim, how, start, tmp_pa
     ]
     processes = [start(*options, *of_two(i, port, timeout)) for i in range(2)]
     victim, survivor = processes[victim], processes[1 - victim]
-    while "Gloo" not in victim.out:  # which says so when the first collective connects it
+    while "Gloo" not in victim.out:  # printed when the first collective connects
         assert victim.popen.poll() is None, victim.err
         time.sleep(0.1)
     time.sleep(1)
     victim.popen.send_signal(how)
-    assert survivor.popen.wait(timeout + 15) in (1, -signal.SIGABRT)  # by us, or by JAX
+    assert survivor.popen.wait(timeout + 15) in (1, -signal.SIGABRT)  # from SpecJAX, or from JAX
     assert "one of them may have died" in survivor.err or "another task died" in survivor.err, (
         survivor.err
     )
@@ -204,7 +204,7 @@ def test_processes_that_were_given_different_prompts(start):
         (["--distributed"], ["cannot join the other processes"]),
     ],
 )
-def test_flags_that_do_not_make_a_run(start, arguments, parts):
+def test_flags_that_do_not_go_together(start, arguments, parts):
     process = start(*arguments)
     assert (process.popen.wait(SECONDS), process.out) == (2, "")
     assert process.err.startswith("specjax: error: ") and process.err.count("\n") == 1

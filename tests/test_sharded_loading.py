@@ -1,5 +1,4 @@
-"""Checkpoints loaded straight into shards: the same bits in the right places, and nothing read that
-is not needed.
+"""Checkpoints loaded straight into shards: the same bits, and nothing is read that is not needed.
 
 python tests/test_sharded_loading.py     # memory, with a checkpoint of 2 GB
 """
@@ -47,7 +46,7 @@ DEGREES = [(1, 8, 1), (1, 4, 2), (2, 4, 2)]  # data, target, draft
     ],
 )
 def case(request, tmp_path_factory):
-    """A folder of a model with biases, tied or not; a dtype; and the model loaded as that."""
+    """A folder of a model with biases, a dtype, and the model loaded in that dtype."""
     (name, tied, dtype), path = request.param, tmp_path_factory.mktemp("models")
     config = CONFIG | {"tie_word_embeddings": tied}
     folders.write_folder(path / "hf", config, shards=2, dtype="bfloat16")
@@ -93,7 +92,7 @@ def test_without_a_mesh_everything_is_on_the_default_device(case):
 
 
 def test_each_slice_is_read_once(tmp_path, monkeypatch):
-    """However many devices hold it; and none is larger than what one device holds."""
+    """A slice that several devices hold is read once, and none is larger than a device's."""
     folders.write_folder(tmp_path / "hf", CONFIG)
     sizes, safe_open = {}, safetensors.safe_open
 
@@ -158,15 +157,15 @@ def test_there_are_not_too_many_chunks(size, chunks):
     assert orbax._save_args(("embed_VD",), array).chunk_byte_size == array.nbytes // chunks
 
 
-def test_a_checkpoint_that_is_cut_otherwise_still_loads(tmp_path, monkeypatch):
-    """As earlier versions wrote them: every array in one piece."""
+def test_a_checkpoint_with_other_chunks_still_loads(tmp_path, monkeypatch):
+    """Earlier versions wrote every array in one piece."""
     monkeypatch.setattr(orbax, "_save_args", lambda path, array: ocp.SaveArgs())
     checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
     whole = checkpoint.load(tmp_path / "hf").params
     assert_same_bits(checkpoint.load(tmp_path / "ours", mesh=parallel.make_mesh(8)).params, whole)
 
 
-def test_what_is_no_slice_of_a_tensor_is_not_read():
+def test_what_is_no_slice_of_a_tensor_is_an_error():
     parameter = table.Parameter(
         ("x_ABC",), 1, (table.Part("x", (6, 5), (2, 3, 5)), table.Part("y", (4, 5), (2, 2, 5)))
     )
@@ -207,21 +206,24 @@ def forbid_reading(monkeypatch):
     monkeypatch.setattr(orbax, "_read_parameters", read)
 
 
-def test_models_that_cannot_be_split_are_refused_before_anything_is_read(tmp_path, monkeypatch):
+def test_models_that_cannot_be_split_are_rejected_before_anything_is_read(tmp_path, monkeypatch):
     checkpoint.convert(folders.write_folder(tmp_path / "hf"), tmp_path / "ours")  # two kv heads
     forbid_reading(monkeypatch)
     mesh = parallel.make_mesh(8, 4)
     for folder in ("hf", "ours"):
         for role, words in (
-            ("target", "target cannot be split over 8 devices.* 2 kv heads.* choose from 1, 2"),
-            ("draft", "draft cannot be split over 4 devices.* 2 kv heads.* choose from 1, 2"),
-            ("other", "role 'other'.* target, draft"),
+            (
+                "target",
+                "target cannot be split over 8 devices: its 2 kv heads .*; choose from 1, 2",
+            ),
+            ("draft", "draft cannot be split over 4 devices: its 2 kv heads .*; choose from 1, 2"),
+            ("other", "unknown role 'other'; choose from target, draft"),
         ):
             with pytest.raises(SpecJAXError, match=words):
                 checkpoint.load(tmp_path / folder, mesh=mesh, role=role)
 
 
-def test_headers_that_disagree_with_the_configuration_are_refused_before_anything_is_read(
+def test_headers_that_disagree_with_the_configuration_are_rejected_before_anything_is_read(
     tmp_path, monkeypatch
 ):
     checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
@@ -248,8 +250,8 @@ def test_headers_that_disagree_with_the_configuration_are_refused_before_anythin
         path.write_text(text)
 
 
-# What one process reads and how much memory that takes it. The last process loads before any other
-# does.
+# Prints how much one process reads, and how much memory that takes. The last process loads before
+# any other does.
 LOAD = """
 import ctypes, json, pathlib, re, sys, time
 import jax, numpy as np, tensorstore
@@ -262,8 +264,9 @@ if processes > 1:
 from specjax import parallel
 from specjax.engine import load as checkpoint
 from specjax.checkpoints_convert import hf
-def memory(field):  # of /proc/self/status, in bytes; not resource.getrusage: its peak starts at that of the parent
-    return 1024 * int(re.search(field + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+def memory(field):  # in bytes; not resource.getrusage, whose peak starts at that of the parent
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(field + r":\\s+(\\d+)", status)[1])
 def from_files():  # bytes that TensorStore has read
     return sum(value["value"] for metric in tensorstore.experimental_collect_matching_metrics(
         "/tensorstore/kvstore/file/bytes_read") for value in metric["values"])
@@ -287,7 +290,8 @@ for folder in (small + "/hf", small + "/ours"):  # everything is imported and wa
     for ours, all_ in zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True):
         assert len(ours.addressable_shards) == 4 // processes
         for shard in ours.addressable_shards:
-            np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(all_)[shard.index], strict=True)
+            part = np.asarray(all_)[shard.index]
+            np.testing.assert_array_equal(np.asarray(shard.data), part, strict=True)
 del params, ours, shard, whole, all_
 results = []
 for folder in folders:
@@ -298,15 +302,19 @@ for folder in folders:
     seconds = time.perf_counter() - start
     shards = [shard for array in jax.tree.leaves(params) for shard in array.addressable_shards]
     del params
-    results.append({"arrays": sum(shard.data.nbytes for shard in shards), "peak": memory("VmHWM") - before,
-                    "read": sliced + from_files() - read_before, "seconds": seconds})
+    results.append({
+        "arrays": sum(shard.data.nbytes for shard in shards),
+        "peak": memory("VmHWM") - before,
+        "read": sliced + from_files() - read_before,
+        "seconds": seconds,
+    })
     del shards
 print(json.dumps(results))
 """
 
 
 def write_large(path, D, num_layers):
-    """A checkpoint in both formats: one random layer, many times. Returns its bytes."""
+    """Writes a checkpoint in both formats, one random layer many times; returns its bytes."""
     config = {
         "hidden_size": D,
         "intermediate_size": 4 * D,
@@ -330,7 +338,7 @@ def write_large(path, D, num_layers):
 
 
 def measure(large, processes, dtype="bfloat16"):
-    """What `LOAD` prints in each of some processes with four devices between them."""
+    """Returns what `LOAD` prints in each of some processes that share four devices."""
     small = pathlib.Path(tempfile.mkdtemp(dir=large[0].parent))
     checkpoint.convert(folders.write_folder(small / "hf", CONFIG), small / "ours")
     with socket.socket() as free:
@@ -362,7 +370,7 @@ def large(tmp_path_factory):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_process_reads_and_holds_little_more_than_its_shards(large, processes):
-    """Without waiting for the other one: the second loads first."""
+    """And does not wait for the other one: the second loads first."""
     path, size = large
     for results in measure([path / "hf", path / "ours"], processes):
         for result, surplus in zip(
@@ -381,9 +389,8 @@ if __name__ == "__main__":
             (1, 2), ("bfloat16", "float32"), ("hf", "ours")
         ):
             for process, (result,) in enumerate(measure([path / kind], processes, dtype)):
-                print(
-                    f"process {process + 1} of {processes}, {kind} as {dtype}: {result['seconds']:.1f} s,",
-                    ", ".join(
-                        f"{name} {result[name] / 1e6:.0f} MB" for name in ("read", "arrays", "peak")
-                    ),
-                )
+                sizes = [
+                    f"{name} {result[name] / 1e6:.0f} MB" for name in ("read", "arrays", "peak")
+                ]
+                print(f"process {process + 1} of {processes}, {kind} as {dtype}:", *sizes)
+                print(f"  {result['seconds']:.1f} s")

@@ -1,7 +1,6 @@
-"""A real model, SmolLM2-135M-Instruct: its tokenizer, and its text against Hugging Face
-transformers.
+"""A real model, SmolLM2-135M-Instruct: tokenizer and text equal those of transformers.
 
-The goldens and how they were made: tests/golden/make_smollm2_goldens.py.
+The goldens are made by tests/golden/make_smollm2_goldens.py.
 """
 
 import json
@@ -90,7 +89,7 @@ def test_greedy_text_is_that_of_transformers(runs, run):
     assert most == 0 if run.startswith("none") else most >= length // 2, "too few drafts were right"
 
 
-def test_the_head_that_comes_with_the_package_is_small_and_often_right(opened, runs):
+def test_the_bundled_head_is_small_and_often_right(opened, runs):
     folder = heads.bundled(opened.config)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 16e6
     completions = runs["eagle, rejection"][:5]
@@ -101,7 +100,7 @@ def test_the_head_that_comes_with_the_package_is_small_and_often_right(opened, r
 
 
 def test_the_models_end_of_sequence_token_ends_its_text(opened, runs):
-    """As a user would see it: `text` of the goldens stops where the model does."""
+    """`text` of the goldens ends where the model does."""
     for row, completion in zip(GREEDY, runs["none, rejection"], strict=False):
         tokens = completion["tokens"]
         end = next((i for i, token in enumerate(tokens) if token in opened.eos_ids), len(tokens))

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import decode, parallel
-from specjax.decode import DecodeConfig, DecodeState
+from specjax.decode import DecodeConfig, DecodeState, RequestArrays
 from specjax.drafters import registry
 from specjax.drafters.base import Drafter
 from specjax.engine import batch
@@ -149,9 +149,9 @@ def generate(
         page_size = S  # one page holds the whole sequence
     config = DecodeConfig(target.config, drafter, verify, target.runtime(page_size, implementation))
     chunk = batch.prefill_chunk(longest)
-    reporter = _CompletionReporter(target, num_prompts, on_completion) if on_completion else None
+    progress = _Progress(target.tokenizer, rows.request, num_prompts, on_tokens, on_completion)
     state, prefill_seconds, decode_seconds = _run(
-        target, drafter_params, config, rows, chunk, on_tokens, reporter
+        target, drafter_params, config, rows, chunk, progress
     )
     completions = _completions(state, target, num_prompts)
     rounds = max(len(completion.emitted) for completion in completions)
@@ -224,8 +224,7 @@ def _run(
     config: DecodeConfig,
     rows: Batch,
     prefill_chunk: int,
-    on_tokens: OnTokens | None,
-    reporter: _CompletionReporter | None,
+    progress: _Progress,
 ) -> tuple[DecodeState, float, float]:
     """Returns the final state, and the seconds of reading the prompts and of decoding."""
     mesh, params = target.mesh, target.params
@@ -245,72 +244,80 @@ def _run(
 
     state = jax.block_until_ready(run_rounds(state, 0))  # compiles, unless it has been already
     decode_seconds = 0.0
-    max_rounds = _first_rounds(mesh, on_tokens)
-    reported_B = rows.request.prompt_length_B.copy()
+    max_rounds = progress.first_rounds(mesh)
     while True:
         start = time.perf_counter()
         state = run_rounds(state, max_rounds)
         active_B = parallel.get(state.active_B)
         seconds = time.perf_counter() - start
         decode_seconds += seconds
-        if on_tokens:
-            _report(state, reported_B, on_tokens)
-        if reporter:
-            reporter.report(state, active_B)
+        progress.report(state, active_B)
         if not active_B.any():
             return state, prefill_seconds, decode_seconds
-        if not on_tokens:
+        if not progress.is_streaming:
             fitting = int(max_rounds * SECONDS_PER_CALL / seconds)
             max_rounds = min(max(1, fitting), NO_LIMIT)
 
 
-def _first_rounds(mesh: Mesh | None, on_tokens: OnTokens | None) -> int:
-    """Returns how many rounds the first call of the loop may run.
+class _Progress:
+    """Calls the callbacks of `generate` between calls of the loop."""
 
-    Processes of one mesh must all run the same number, which therefore cannot follow their clocks.
-    """
-    if on_tokens:
-        return ROUNDS_WHILE_STREAMING
-    return NO_LIMIT if mesh is not None and mesh.is_multi_process else 1
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        request: RequestArrays,
+        num_prompts: int,
+        on_tokens: OnTokens | None,
+        on_completion: OnCompletion | None,
+    ):
+        self._tokenizer = tokenizer
+        self._on_tokens = on_tokens
+        self._on_completion = on_completion
+        self._reported_B = request.prompt_length_B.copy()
+        self._unfinished = set(range(num_prompts))
 
+    @property
+    def is_streaming(self) -> bool:
+        """Whether tokens are reported while they are generated."""
+        return self._on_tokens is not None
 
-def _report(state: DecodeState, reported_B: np.ndarray, on_tokens: OnTokens) -> None:
-    """Passes on what was committed since the last report, and updates `reported_B`."""
-    tokens_BS, length_B, active_B, prompt_length_B, accepted_BS, emitted_BS = parallel.get(
-        (
-            state.tokens_BS,
-            state.length_B,
-            state.active_B,
-            state.request.prompt_length_B,
-            state.log.accepted_BS,
-            state.log.emitted_BS,
-        )
-    )
-    for b in np.flatnonzero(length_B > reported_B):
-        start, end = reported_B[b], length_B[b]
-        flags = from_draft(accepted_BS[b], emitted_BS[b])
-        new_flags = flags[start - prompt_length_B[b] :]
-        on_tokens(int(b), tokens_BS[b, start:end].tolist(), new_flags, not active_B[b])
-        reported_B[b] = end
+    def first_rounds(self, mesh: Mesh | None) -> int:
+        """Returns how many rounds the first call of the loop may run.
 
-
-class _CompletionReporter:
-    """Passes on completions when they are finished."""
-
-    def __init__(self, target: Model, num_prompts: int, on_completion: OnCompletion):
-        self._target, self._on_completion = target, on_completion
-        self._unfinished = list(range(num_prompts))
+        Processes of one mesh must all run the same number, which cannot depend on their clocks.
+        """
+        if self.is_streaming:
+            return ROUNDS_WHILE_STREAMING
+        return NO_LIMIT if mesh is not None and mesh.is_multi_process else 1
 
     def report(self, state: DecodeState, active_B: np.ndarray) -> None:
-        """Passes on the completions of rows that have become inactive."""
-        finished = [b for b in self._unfinished if not active_B[b]]
-        if not finished:
-            return
-        self._unfinished = [b for b in self._unfinished if active_B[b]]
-        state = parallel.get(state.replace(cache=None, drafter=None))
-        for b in finished:
-            if not state.failed_B[b]:
-                self._on_completion(b, _completion(state, b, self._target.tokenizer))
+        """Passes on what is new since the last call."""
+        if self._on_tokens:
+            self._report_tokens(state, active_B)
+        finished = {b for b in self._unfinished if not active_B[b]}
+        self._unfinished -= finished
+        if self._on_completion and finished:
+            state = parallel.get(state.replace(cache=None, drafter=None))
+            for b in sorted(finished):
+                if not state.failed_B[b]:
+                    self._on_completion(b, _completion(state, b, self._tokenizer))
+
+    def _report_tokens(self, state: DecodeState, active_B: np.ndarray) -> None:
+        tokens_BS, length_B, prompt_length_B, accepted_BS, emitted_BS = parallel.get(
+            (
+                state.tokens_BS,
+                state.length_B,
+                state.request.prompt_length_B,
+                state.log.accepted_BS,
+                state.log.emitted_BS,
+            )
+        )
+        for b in np.flatnonzero(length_B > self._reported_B):
+            start, end = self._reported_B[b], length_B[b]
+            flags = from_draft(accepted_BS[b], emitted_BS[b])
+            new_flags = flags[start - prompt_length_B[b] :]
+            self._on_tokens(int(b), tokens_BS[b, start:end].tolist(), new_flags, not active_B[b])
+            self._reported_B[b] = end
 
 
 def _completions(state: DecodeState, target: Model, num_prompts: int) -> tuple[Completion, ...]:

@@ -139,7 +139,7 @@ def load(
     Raises:
       SpecJAXError: for a checkpoint that cannot be used, naming the file, tensor or value at fault,
         before anything is allocated if headers show it; for a model that cannot be split over so
-        many devices. A .gguf file must be converted first. JAX finds no device.
+        many devices; or if JAX finds no device. A .gguf file must be converted first.
     """
     check_platform()
     if role not in parallel.RULES:

@@ -102,6 +102,15 @@ def backend():
     return result
 
 
+def byte_fallback_backend():
+    """A tokenizer of the letters a to z and 256 byte tokens, as SentencePiece has them."""
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + [chr(ord("a") + i) for i in range(26)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    result = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    result.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return result
+
+
 def write_tokenizer(folder, **config):
     """tokenizer.json and tokenizer_config.json."""
     folder = pathlib.Path(folder)
