@@ -165,7 +165,7 @@ class TestGenerate:
         assert outcome.out.startswith("> hello\n")
 
     def test_contents_may_be_lists_of_texts(self, command, folder, target, tmp_path):
-        parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "hello"}]
+        parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
         row = {"messages": [{"role": "user", "content": parts}]}
         prompts = write_prompts(tmp_path / "prompts.jsonl", row)
         output = tmp_path / "out.jsonl"
@@ -173,10 +173,11 @@ class TestGenerate:
             "generate", f"--target={folder}", f"--prompts_file={prompts}", f"--output={output}"
         )
         assert (outcome.code, outcome.err) == (0, "")
-        assert outcome.out.startswith("> hello hello\n")
+        assert outcome.out.startswith("> hello ...\n")
         (line,) = read_lines(output)
         assert line["prompt"] == row["messages"]
-        assert line["prompt_tokens"] == target.tokenizer.apply_chat_template(CHAT)
+        joined = [{"role": "user", "content": "hello\nworld"}]
+        assert line["prompt_tokens"] == target.tokenizer.apply_chat_template(joined)
 
     def test_a_drafter_with_damaged_weights_is_reported(self, command, folder, target, tmp_path):
         """The text is the target's; a line names the drafts that could not be used."""
@@ -641,10 +642,8 @@ class TestBadInput:
             ('{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
             ('{"prompt": 3}', "'prompt' must be a string"),
             ('{"messages": []}', "'messages' must be a list of objects with 'role' and 'content'"),
-            (
-                '{"messages": [{"role": "user"}]}',
-                "'messages' must be a list of objects with 'role' and 'content'",
-            ),
+            ('{"messages": ["a"]}', "message 1 must be an object with a 'role' and a 'content'"),
+            ('{"messages": [{"role": "user"}]}', "message 1: 'content' must be a string or a list"),
             (
                 '{"prompt": "a", "temprature": 1}',
                 "unknown key 'temprature'; choose from prompt, messages, name, domain",
@@ -694,11 +693,11 @@ class TestBadInput:
             ({"messages": [{"role": "user", "content": {"text": "a"}}]}, "'content' must be a"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-                "parts of 'content' must be of the form",
+                "parts of type 'image_url' are not supported",
             ),
             (
                 {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
-                "parts of 'content' must be of the form",
+                "'text' of a part must be a string",
             ),
         ],
     )
