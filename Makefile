@@ -21,8 +21,9 @@ export JAX_PLATFORMS ?= cpu
 demo: $(VENV)/demo.stamp $(MODEL)
 	$(BIN)/specjax demo --target=$(MODEL)
 
+# make test TESTS="tests/kernels tests/test_decode.py" runs some of the tests.
 test: $(VENV)/test.stamp $(AOT) $(MODEL)
-	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(TESTS)
 
 # Writes kernels/RESOURCES.md.
 resources: $(AOT)

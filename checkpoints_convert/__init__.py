@@ -1,2 +1,1 @@
-"""Checkpoint formats: Hugging Face safetensors folders and GGUF files on one side, our Orbax folder
-on the other."""
+"""Checkpoint formats: Hugging Face folders and GGUF files, and our own Orbax folder."""

@@ -1,5 +1,4 @@
-"""GGUF files of architecture "llama": configuration and tensors. Quantised tensors are dequantised
-to float32."""
+"""GGUF files of architecture "llama". Quantised tensors are dequantised to float32."""
 
 from __future__ import annotations
 
@@ -11,76 +10,75 @@ from typing import Any
 
 import numpy as np
 
-from specjax import llama
-from specjax.checkpoints_convert import gguf_tokenizer, table
+from specjax import dtypes, llama
+from specjax.checkpoints_convert import gguf_header, gguf_tokenizer, table
+from specjax.checkpoints_convert.gguf_header import GGUFHeader, GGUFTensor
 from specjax.config import LlamaConfig, RopeConfig
+from specjax.dtypes import DTYPES
 from specjax.errors import SpecJAXError
 from specjax.files import parsing
 
 ROPE_FACTORS = "rope_freqs.weight"
+EMBEDDING = "token_embd.weight"
+PLAIN_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def open_file(path: pathlib.Path) -> table.Opened:
-    """Checks a GGUF file by its header; raises SpecJAXError naming what is wrong."""
+def open_file(path: pathlib.Path) -> table.CheckpointReader:
+    """Opens a GGUF file and checks its header.
+
+    Raises:
+      SpecJAXError: naming the field or tensor that cannot be used, or the missing gguf package.
+    """
     try:
-        import gguf
+        import gguf  # noqa: F401 (an optional package, needed from here on)
     except ModuleNotFoundError as error:
         raise SpecJAXError(
             "reading GGUF files needs the gguf package: pip install 'specjax[gguf]'"
         ) from error
-    try:
-        reader = gguf.GGUFReader(path)
-    except Exception as error:  # a damaged file fails anywhere in the reader
-        raise SpecJAXError(f"{path}: truncated or not a GGUF file: {error}") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    header = gguf_header.read(path)
     with parsing(path):
-        metadata = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if name == "general.architecture" or name.startswith(("llama.", "tokenizer."))
-        }
-        cfg = read_config(metadata, tensors)
-        eos_ids = {
-            int(id_) for key in keys if (id_ := metadata.get(f"tokenizer.ggml.{key}")) is not None
-        }
-    source = GGUFSource(path, tensors, cfg, reader.data.base)
-    table.check(source, cfg, path)
+        config = read_config(header)
+        table.check_num_layers(config, len(header.tensors), "tensors", path)
+    source = GGUFSource(path, header, config)
+    table.check_tensors(source, config, path)
     with parsing(path):
-        tokenizer = gguf_tokenizer.build(metadata)
-    return table.Opened(
-        cfg,
-        source.dtype,
-        functools.partial(table.fused, source, cfg),
-        tokenizer,
-        tuple(sorted(eos_ids)),
-    )
+        tokenizer = gguf_tokenizer.build(header.metadata, path)
+        eos_ids = gguf_tokenizer.end_of_generation_ids(header.metadata)
+        eos_ids = table.reachable_eos_ids(eos_ids, config, tokenizer, path)
+    read_parameters = functools.partial(table.read_parameters, source, config)
+    return table.CheckpointReader(config, source.dtype, read_parameters, tokenizer, eos_ids)
 
 
-def read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> LlamaConfig:
-    """Metadata, and what can only be told from the tensors (vocabulary, ties, biases, RoPE factors)
-    -> LlamaConfig. Raises KeyError for what the metadata lack."""
+def read_config(header: GGUFHeader) -> LlamaConfig:
+    """Returns the configuration of a GGUF file.
+
+    Vocabulary size, ties, biases and the factors of "llama3" RoPE are known from the tensors only.
+
+    Raises:
+      SpecJAXError: for a model that is not supported.
+      KeyError: a field is missing.
+    """
+    metadata, tensors = header.metadata, header.tensors
     architecture = metadata["general.architecture"]
     if architecture != "llama":
         raise SpecJAXError(f"architecture {architecture!r} is not supported; supported: 'llama'")
     if metadata.get("llama.expert_count", 0):
         raise SpecJAXError("mixture of experts (llama.expert_count) is not supported")
-    if "token_embd.weight" not in tensors:
-        raise SpecJAXError("tensor token_embd.weight is missing")
-    hidden, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
-    rotary = metadata.get("llama.rope.dimension_count")
-    head_dim = metadata.get("llama.attention.key_length") or rotary or hidden // heads
-    if rotary not in (None, head_dim):
-        raise SpecJAXError(f"llama.rope.dimension_count {rotary} is not the head width {head_dim}")
-    cfg = LlamaConfig(
-        vocab_size=int(
-            tensors["token_embd.weight"].shape[1]
-        ),  # shapes are written innermost axis first
-        hidden_size=hidden,
+    if EMBEDDING not in tensors:
+        raise SpecJAXError(f"tensor {EMBEDDING} is missing")
+    hidden_size = metadata["llama.embedding_length"]
+    num_heads = metadata["llama.attention.head_count"]
+    rotary_dim = metadata.get("llama.rope.dimension_count")
+    head_dim = metadata.get("llama.attention.key_length") or rotary_dim or hidden_size // num_heads
+    if rotary_dim not in (None, head_dim):
+        raise SpecJAXError(f"llama.rope.dimension_count must be {head_dim}, got {rotary_dim}")
+    config = LlamaConfig(
+        vocab_size=tensors[EMBEDDING].shape[0],
+        hidden_size=hidden_size,
         intermediate_size=metadata["llama.feed_forward_length"],
         num_layers=metadata["llama.block_count"],
-        num_heads=heads,
-        num_kv_heads=metadata.get("llama.attention.head_count_kv", heads),
+        num_heads=num_heads,
+        num_kv_heads=metadata.get("llama.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         rms_norm_eps=_shortest(metadata["llama.attention.layer_norm_rms_epsilon"]),
         max_position_embeddings=metadata["llama.context_length"],
@@ -90,136 +88,137 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> LlamaConfi
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
     )
     if ROPE_FACTORS not in tensors:
-        return cfg
-    if cfg.rope.rope_type != "default":
-        raise SpecJAXError(
-            f"tensor {ROPE_FACTORS} together with linear RoPE scaling is not supported"
-        )
-    return _llama3_rope(cfg, tensors[ROPE_FACTORS].data)
+        return config
+    if config.rope.rope_type != "default":
+        raise SpecJAXError(f"tensor {ROPE_FACTORS} with linear RoPE scaling is not supported")
+    return _llama3_rope(config, header)
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal with the same float32 value: GGUF stores 1e-5 as 9.999999747378752e-06."""
+    """The shortest decimal with the same float32 value; 1e-5 is stored as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _read_rope(metadata: dict[str, Any]) -> RopeConfig:
     theta = _shortest(metadata.get("llama.rope.freq_base", 10000.0))
-    kind = metadata.get(
-        "llama.rope.scaling.type", "linear"
-    )  # a file older than this key has only the factor
-    factor = (
-        metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear", 1.0))
-        or 1.0
-    )
-    if kind not in ("none", "linear"):
+    # A file older than the key of the type has a factor only.
+    rope_type = metadata.get("llama.rope.scaling.type", "linear")
+    older_factor = metadata.get("llama.rope.scale_linear", 1.0)
+    factor = metadata.get("llama.rope.scaling.factor", older_factor) or 1.0
+    if rope_type not in ("none", "linear"):
         raise SpecJAXError(
-            f"RoPE type {kind!r} is not supported; supported: none, linear, and the factors of Llama 3"
+            f"RoPE type {rope_type!r} is not supported; supported: none, linear, and the factors "
+            "of Llama 3"
         )
-    return (
-        RopeConfig(theta)
-        if kind == "none" or factor == 1
-        else RopeConfig(theta, "linear", _shortest(factor))
-    )
+    if rope_type == "none" or factor == 1:
+        return RopeConfig(theta)
+    return RopeConfig(theta, "linear", _shortest(factor))
 
 
-def _llama3_rope(cfg: LlamaConfig, factors: np.ndarray) -> LlamaConfig:
-    """`cfg`, unscaled so far, with the "llama3" scaling that divides its frequencies by `factors`
-    [H/2].
+def _llama3_rope(config: LlamaConfig, header: GGUFHeader) -> LlamaConfig:
+    """Returns `config` with the "llama3" scaling that the file's RoPE factors stand for.
 
-    llama.cpp writes these divisors and not what they were computed from. Of that, only the factor
-    differs among the
-    released Llama 3 models: knees and original length are always 1, 4 and 8192. Any other divisors
-      are refused.
+    llama.cpp writes the divisors of the frequencies, not the constants that they were computed
+    from. Of these, only the factor differs among the released Llama 3 models: the frequency factors
+    and the original length are always 1, 4 and 8192. Other divisors are rejected.
     """
-    factors = np.asarray(factors).reshape(-1)
-    if factors.shape != (cfg.head_dim // 2,):
+    tensor = header.tensors[ROPE_FACTORS]
+    num_factors = config.head_dim // 2
+    if tensor.shape != (num_factors,) or tensor.kind.name != "F32":
         raise SpecJAXError(
-            f"tensor {ROPE_FACTORS} has shape {list(factors.shape)}, the head width requires "
-            f"{[cfg.head_dim // 2]}"
+            f"tensor {ROPE_FACTORS} has shape {list(tensor.shape)} and type {tensor.kind.name}; "
+            f"head_dim {config.head_dim} requires {[num_factors]} and F32"
         )
+    factors = _read_blocks(header, tensor).view(np.float32)
     if np.all(factors == 1):
-        return cfg
-    rope = RopeConfig(cfg.rope.theta, "llama3", _shortest(factors.max()), 1.0, 4.0, 8192)
-    scaled = dataclasses.replace(cfg, rope=rope)
-    if not np.allclose(
-        factors, llama.rope_frequencies(cfg) / llama.rope_frequencies(scaled), rtol=1e-4
-    ):
+        return config
+    rope = RopeConfig(config.rope.theta, "llama3", _shortest(factors.max()), 1.0, 4.0, 8192)
+    scaled = dataclasses.replace(config, rope=rope)
+    expected = llama.rope_frequencies(config) / llama.rope_frequencies(scaled)
+    if not np.allclose(factors, expected, rtol=1e-4):
         raise SpecJAXError(
-            f"tensor {ROPE_FACTORS} holds RoPE factors that are not those of Llama 3: not supported"
+            f"tensor {ROPE_FACTORS} holds other RoPE factors than those of Llama 3: not supported"
         )
     return scaled
 
 
+def _read_blocks(header: GGUFHeader, tensor: GGUFTensor) -> np.ndarray:
+    """The bytes of a tensor, uint8, with the tensor's shape but for the last axis."""
+    start = header.data_start + tensor.offset
+    data = np.frombuffer(header.data, np.uint8, tensor.num_bytes, start)
+    return data.reshape(*tensor.shape[:-1], -1)
+
+
 class GGUFSource:
-    """The tensors of a GGUF file under their Hugging Face names, in Hugging Face's order of rotary
-    pairs."""
+    """The tensors of a GGUF file, named and ordered as Hugging Face's.
 
-    def __init__(
-        self, path: pathlib.Path, tensors: dict[str, Any], cfg: LlamaConfig, mapped: mmap.mmap
-    ):
-        import gguf
+    Attributes:
+      tensors: headers by name.
+      dtype: key of DTYPES that holds every tensor exactly.
+    """
 
-        self._mapped = mapped
-        self._heads = {"attn_q": cfg.num_heads, "attn_k": cfg.num_kv_heads}
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, cfg.num_layers)
-        self._own_names = {
-            part.name: names.get_name(part.name, (".weight", ".bias"))
-            for parameter in table.parameters(cfg)
-            for part in parameter.parts
-        }
-        # `table.check` reports what has no name there as surplus.
-        known = {own: name for name, own in self._own_names.items()}
-        self._tensors = {
-            known.get(name, name): tensor
-            for name, tensor in tensors.items()
-            if name != ROPE_FACTORS
-        }
-        self.tensors = {
-            name: table.TensorInfo(
-                tuple(map(int, reversed(tensor.shape))), _dtype(tensor), str(path)
-            )
-            for name, tensor in self._tensors.items()
-        }
-        # llama.cpp writes vectors as float32 whatever the matrices are, so the matrices tell what
-        # the model was.
-        self.dtype = table.widest(
-            info.dtype for info in self.tensors.values() if len(info.shape) > 1
-        )
+    def __init__(self, path: pathlib.Path, header: GGUFHeader, config: LlamaConfig):
+        self._header = header
+        self._num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+        self._own_names = _own_names(config)
+        names = {own_name: name for name, own_name in self._own_names.items()}
+        self._tensors: dict[str, GGUFTensor] = {}
+        self.tensors: dict[str, table.TensorInfo] = {}
+        for own_name, tensor in header.tensors.items():
+            if own_name == ROPE_FACTORS:
+                continue
+            name = names.get(own_name, own_name)  # `check_tensors` rejects unknown names
+            self._tensors[name] = tensor
+            self.tensors[name] = table.TensorInfo(tensor.shape, _dtype(tensor), str(path))
+        # llama.cpp stores vectors as float32 whatever the dtype of the model: matrices have it.
+        matrices = [info.dtype for info in self.tensors.values() if len(info.shape) > 1]
+        self.dtype = dtypes.widest(matrices)
 
     def own_name(self, name: str) -> str:
-        """llama.cpp's name of a Hugging Face tensor."""
+        """Returns llama.cpp's name of a Hugging Face tensor."""
         return self._own_names.get(name, name)
 
     def read(self, name: str, index: table.Index = ()) -> np.ndarray:
+        """Reads the slice `index` of a tensor, dequantised."""
         import gguf
 
-        if hasattr(
-            mmap, "MADV_DONTNEED"
-        ):  # forget what was read before, or the whole file would stay resident
-            self._mapped.madvise(mmap.MADV_DONTNEED)
-        tensor, shape = self._tensors[name], self.tensors[name].shape
-        kind = tensor.tensor_type.name
-        if kind == "BF16":
-            array = tensor.data.view(table.DTYPES["bfloat16"])
+        if hasattr(mmap, "MADV_DONTNEED"):
+            # Drop the pages read before, or the whole file would stay resident.
+            self._header.data.madvise(mmap.MADV_DONTNEED)
+        tensor = self._tensors[name]
+        blocks = _read_blocks(self._header, tensor)
+        if tensor.kind.name in PLAIN_DTYPES:
+            array = blocks.view(DTYPES[PLAIN_DTYPES[tensor.kind.name]])
         else:
-            array = (
-                tensor.data
-                if kind in ("F32", "F16")
-                else gguf.dequantize(tensor.data, tensor.tensor_type)
-            )
-        heads = self._heads.get(tensor.name.split(".")[-2])
-        if heads is None:
-            return array.reshape(shape)[index]
-        # llama.cpp turns neighbouring pairs, Hugging Face the two halves of a head: [heads, H/2, 2]
-        # -> [heads, 2, H/2].
-        return array.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)[index]
+            array = gguf.dequantize(blocks, tensor.kind)
+        num_heads = self._num_heads.get(tensor.name.split(".")[-2])
+        if num_heads is not None:
+            # llama.cpp rotates neighbouring pairs, Hugging Face the two halves of a head:
+            # [heads, H/2, 2] -> [heads, 2, H/2].
+            pairs = array.reshape(num_heads, -1, 2, *tensor.shape[1:])
+            array = pairs.swapaxes(1, 2)
+        return array.reshape(tensor.shape)[index]
 
 
-def _dtype(tensor) -> str:
+def _own_names(config: LlamaConfig) -> dict[str, str]:
+    """llama.cpp's names of the tensors by their Hugging Face names."""
     import gguf
 
-    plain = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    # The library keeps its table of dequantisers private; `dequantize` itself needs data to tell.
-    known = tensor.tensor_type in gguf.quants._type_traits
-    return plain.get(tensor.tensor_type.name, "float32" if known else tensor.tensor_type.name)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    result = {}
+    for parameter in table.parameters(config):
+        for part in parameter.parts:
+            result[part.name] = names.get_name(part.name, (".weight", ".bias"))
+    return result
+
+
+def _dtype(tensor: GGUFTensor) -> str:
+    import gguf
+
+    kind = tensor.kind
+    if kind.name in PLAIN_DTYPES:
+        return PLAIN_DTYPES[kind.name]
+    # The library's table of dequantisers is private; `dequantize` itself needs data.
+    if kind in gguf.quants._type_traits:
+        return "float32"
+    return kind.name

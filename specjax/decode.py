@@ -38,6 +38,7 @@ from specjax.config import LlamaConfig, Runtime
 from specjax.drafters.base import Context, Draft, Drafter
 from specjax.errors import SpecJAXError
 from specjax.kv_cache import PagedKVCache
+from specjax.lax_utils import with_standard_promotion
 from specjax.sampling import SamplingArrays, Stream
 from specjax.verify import METHODS, Verified, unusable_drafts, verify
 
@@ -142,6 +143,7 @@ class DecodeState:
     log: RoundLog
 
 
+@with_standard_promotion
 def init(
     params,
     drafter_params,
@@ -183,6 +185,7 @@ def init(
     return run(params, drafter_params, tokens_BS, request)
 
 
+@with_standard_promotion
 def generate(
     params,
     drafter_params,
@@ -230,6 +233,7 @@ def generate(
     return run(params, drafter_params, max_rounds, state)
 
 
+@with_standard_promotion
 def step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> DecodeState:
     """Runs one round: every active row gets between 1 and M + 1 new tokens.
 

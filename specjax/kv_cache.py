@@ -101,7 +101,8 @@ def init(
 def reserve(cache: PagedKVCache, length_B: jax.Array) -> PagedKVCache:
     """Gives each sequence pages for its first `length_B` positions.
 
-    Pages that it has stay where they are. A sequence that asks for more than X pages gets X. When no page is free, the sequences last in
+    Pages that it has stay where they are. A sequence that asks for more than X pages gets X. When
+    no page is free, the sequences last in
     the batch get fewer pages than they asked for: their table keeps P there, and what is written
     to such positions is dropped. With as many pages as `init` makes by default this cannot happen.
     """

@@ -15,6 +15,7 @@ from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.kernels.paged_attention import paged_attention, unsupported
 from specjax.kv_cache import PagedKVCache
+from specjax.lax_utils import with_standard_promotion
 from specjax.linear import linear
 
 
@@ -116,6 +117,7 @@ def locate(config: LlamaConfig, cache: PagedKVCache, start_B: jax.Array, T: int)
     return Locations(rotation, page_BT, offset_BT, cache.block_table_BX, start_B)
 
 
+@with_standard_promotion
 def forward(
     params,
     config: LlamaConfig,
@@ -253,6 +255,7 @@ def embed(
     return jax.lax.psum(jnp.where(is_here_BT[..., None], x_BTD, 0), axes)
 
 
+@with_standard_promotion
 def logits(params, hidden_BTD: jax.Array) -> jax.Array:
     """Returns next-token logits, float32 `[B, T, V]`, of the hidden states from `forward`.
 
@@ -338,6 +341,7 @@ def init_cache(
     )
 
 
+@with_standard_promotion
 def prefill(
     params,
     config: LlamaConfig,

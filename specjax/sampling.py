@@ -18,6 +18,7 @@ from specjax import parallel
 from specjax.config import Runtime
 from specjax.kernels import sampling as passes
 from specjax.kernels.sampling import Distribution, finite, inverse
+from specjax.lax_utils import with_standard_promotion
 
 
 class Stream(enum.IntEnum):
@@ -64,6 +65,7 @@ def arrays(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingArrays:
     return SamplingArrays(seed_B, **used)
 
 
+@with_standard_promotion
 def sample(
     runtime: Runtime,
     logits_BTV: jax.Array,

@@ -86,7 +86,7 @@ class Tokenizer:
 
         Bytes that are not UTF-8 become U+FFFD. An incomplete character at the end is left out.
         """
-        ids = [int(id_) for id_ in ids]
+        ids = list(map(int, ids))  # numpy's integers too
         if "ByteFallback" in self._decoder_types:
             tokens = self._tokens(ids, skip_special_tokens)
             return self.backend.decoder.decode(_replace_invalid_bytes(tokens))
@@ -109,8 +109,11 @@ class Tokenizer:
 
     @functools.cached_property
     def _special(self) -> frozenset[str]:
-        added = self.backend.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+        special = set()
+        for token in self.backend.get_added_tokens_decoder().values():
+            if token.special:
+                special.add(token.content)
+        return frozenset(special)
 
     @functools.cached_property
     def _decoder_types(self) -> frozenset[str]:
@@ -164,7 +167,9 @@ class Tokenizer:
             raise SpecJAXError("the model has no chat template; use a plain prompt")
         check_messages(messages)
         given = [_template_message(message) for message in messages]
-        joined = [message | {"content": content_text(message["content"])} for message in given]
+        joined = []
+        for message in given:
+            joined.append(message | {"content": content_text(message["content"])})
         if joined == given:
             return self._render(given, add_generation_prompt)
         try:
@@ -290,10 +295,10 @@ def _ends_inside_character(tokens: list[str]) -> bool:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    alphabet = _byte_level_alphabet()
-    if all(character in alphabet for character in token):
-        return bytes(alphabet[character] for character in token)
-    return token.encode()  # an added token
+    data = [_byte_level_alphabet().get(character) for character in token]
+    if None in data:  # an added token
+        return token.encode()
+    return bytes(data)
 
 
 @functools.cache
@@ -469,18 +474,16 @@ def _add_tokens(
         is_special = text in special_texts
         by_id[id_] = _added_token(text, special=is_special, normalized=not is_special)
 
-    added = backend.get_added_tokens_decoder().values()
-    known = {token.content for token in added}
-    for _, token in sorted(by_id.items()):
-        if token.content in special_texts:
-            token.special = True
-        backend.add_tokens([token])
-        known.add(token.content)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    known |= {token.content for token in by_id.values()}
+    added = [by_id[id_] for id_ in sorted(by_id)]
     for token in special_tokens:
         if token.content not in known:
-            token.special = True
-            backend.add_tokens([token])
             known.add(token.content)
+            added.append(token)
+    for token in added:
+        token.special = token.special or token.content in special_texts
+    backend.add_tokens(added)
 
 
 def load_backend(path: pathlib.Path) -> tokenizers.Tokenizer:

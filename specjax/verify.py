@@ -26,6 +26,7 @@ from specjax.config import Runtime
 from specjax.drafters.base import Draft
 from specjax.kernels import sampling as passes
 from specjax.kernels.sampling import Distribution
+from specjax.lax_utils import with_standard_promotion
 from specjax.sampling import SamplingArrays, Stream
 
 METHODS = ("rejection", "coupled")
@@ -47,6 +48,7 @@ class Verified(NamedTuple):
     usable_BT: jax.Array
 
 
+@with_standard_promotion
 def verify(
     method: str,
     runtime: Runtime,

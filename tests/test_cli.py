@@ -425,8 +425,8 @@ def test_env(command):
     assert (outcome.code, outcome.err) == (0, "")
     for operation in ("attention", "verification"):
         assert re.search(
-            rf"^{operation} +xla\n +Not mosaic_gpu: it needs an NVIDIA GPU of compute capability 9.0 "
-            r"\(Hopper\), and JAX runs on 'cpu'\.$",
+            rf"^{operation} +xla\n +Not mosaic_gpu: it needs an NVIDIA GPU of compute capability "
+            r"9.0 \(Hopper\), and JAX runs on 'cpu'\.$",
             outcome.out,
             re.MULTILINE,
         )

@@ -61,10 +61,10 @@ def arguments(name, prompts=PROMPTS):
 
 @pytest.fixture(scope="module", params=["none", *registry.names(), "ngram,eagle"])
 def compiled(request):
-    """A drafter's name, arguments of a call, its program, and the instructions: (name, type,
-    dimensions, operation)."""
+    """A drafter's name, the arguments of a call, the compiled program, its text, and its
+    instructions as (name, type, dimensions, operation)."""
     args = arguments(request.param)
-    text = GENERATE.lower(*args).compile().as_text()
+    text = GENERATE.lower(*args).compile().as_text()  # a call with such arguments uses this program
     found = re.findall(
         r"^\s*(?:ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", text, flags=re.MULTILINE
     )
@@ -148,7 +148,7 @@ def test_every_buffer_of_the_state_is_donated(compiled):
 
 
 def test_the_callers_own_arrays_survive(compiled):
-    """Parameters, and what the prompts came in as, may be used again after the state was donated."""
+    """Parameters and prompts may be used again after the state was donated."""
     name, *_ = compiled
     args = arguments(name)
     texts = [result(GENERATE(*arguments(name))).emitted for _ in range(2)]

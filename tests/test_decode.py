@@ -213,8 +213,8 @@ def test_rounds_count_what_was_drafted_accepted_and_emitted(greedy):
 
 
 def test_a_round_without_proposals_runs_the_target_on_one_token(greedy):
-    """Seen from the aux_layers: columns beyond those that the target read are zero. Only where no row
-    proposes is it one."""
+    """Seen from the aux_layers: columns beyond those that the target read are zero. Only where no
+    row proposes is it one."""
     target, K = tiny(3, num_layers=2), 2
     prompts = [PROMPTS[4]] * B
     # What an oracle says before it knows anything changes nothing either.
@@ -409,8 +409,8 @@ def test_all_pages_are_free_when_all_rows_are_done(greedy):
 
 @pytest.mark.parametrize(("page_size", "prefill_chunk"), [(8, 8), (3, 5)])
 def test_page_size_and_chunk_change_nothing(page_size, prefill_chunk):
-    """Prompts of every length modulo the page and the chunk. One page for all positions is an unpaged
-    cache."""
+    """Prompts of every length modulo the page and the chunk. One page for all positions is an
+    unpaged cache."""
     prompts = [
         np.random.default_rng(length).integers(0, 32, length).tolist() for length in range(5, 5 + B)
     ]
@@ -488,8 +488,8 @@ def damaged(model, name, value):
     ("name", "value"), [("final_norm_D", jnp.nan), ("lm_head_VD", jnp.nan), ("embed_VD", jnp.inf)]
 )
 def test_a_drafter_whose_logits_are_not_numbers_leaves_the_plain_text(sampled, mode, name, value):
-    """A rejected draft without a distribution is replaced by a token of the target's distribution: with the same
-    noise, the plain one."""
+    """A rejected draft without a distribution is replaced by a token of the target's distribution:
+    with the same noise, the plain one."""
     drafter, params = make_drafter("draft_model", 3, TARGET, damaged(DRAFT, name, value))
     got = run(
         TARGET,
@@ -569,8 +569,8 @@ def constant(distribution) -> Model:
 
 
 def test_noise_of_drafts_acceptance_and_replacement_is_independent():
-    """The distribution 10 / 60 / 30 at depth 3 with 131,072 trials, within five standard deviations: 0.7
-    percent at most."""
+    """The distribution 10 / 60 / 30 at depth 3 with 131,072 trials, within five standard
+    deviations: 0.7 percent at most."""
     trials, probs_V = 131_072, np.array([0.1, 0.6, 0.3])
     target, draft = constant(probs_V), constant([0.3, 0.3, 0.4])
     drafter, params = make_drafter("draft_model", 3, target, draft)
@@ -594,6 +594,44 @@ def test_noise_of_drafts_acceptance_and_replacement_is_independent():
     pairs = np.bincount(tokens[:, 0] * 3 + tokens[:, 1], minlength=9) / trials
     expected = np.outer(probs_V, probs_V).ravel()
     assert (np.abs(pairs - expected) < 5 * np.sqrt(expected * (1 - expected) / trials)).all(), pairs
+
+
+# --- A caller's own settings of JAX ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["draft_model", "ngram,eagle"])
+def test_the_functional_api_works_under_strict_settings(name):
+    """No promotion of dtypes or ranks, no implicit transfer, under a jit of the caller's."""
+    drafter, draft_params = (None, None)
+    if name != "none":
+        drafter, draft_params = make_drafter(name, 2, TARGET, DRAFT)
+    params, draft_params, config, state = prepare(
+        TARGET, PROMPTS, drafter=drafter, draft_params=draft_params, max_new=6, **SAMPLING
+    )
+
+    @jax.jit
+    def complete(params, draft_params, tokens_BS, request):
+        state = decode.init(params, draft_params, config, tokens_BS, request, 8)
+        state = decode.step(params, draft_params, config, state)
+        state = decode.generate(params, draft_params, config, state)
+        cache = llama.init_cache(config.target, config.runtime, B, CAPACITY)
+        cache, _ = llama.prefill(
+            params, config.target, config.runtime, tokens_BS, state.length_B, cache, 8
+        )
+        output = llama.forward(
+            params, config.target, config.runtime, tokens_BS[:, :2], state.length_B, cache
+        )
+        return state, llama.logits(params, output.hidden_BTD)
+
+    arguments = params, draft_params, state.tokens_BS, state.request
+    expected = complete(*arguments)
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.transfer_guard("disallow"),
+    ):
+        got = jax.block_until_ready(complete(*arguments))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 # --- What is refused ------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What every drafter must keep to: found by its name, it changes nothing of the text or its distribution,
-and compiles once."""
+"""What every drafter must keep to: found by its name, it changes nothing of the text or its
+distribution, and compiles once."""
 
 import functools
 import itertools
@@ -47,8 +47,8 @@ def plain():
 
 
 def chi_square_p(counts, distribution, trials) -> float:
-    """Probability of a worse fit than this one under the distribution; cells that expect less than 5 are
-    pooled."""
+    """Probability of a worse fit than this one under the distribution; cells that expect less than
+    5 are pooled."""
     order = np.argsort(distribution.ravel())
     counts, expected = counts.ravel()[order], distribution.ravel()[order] * trials
     rare = expected < 5
@@ -58,14 +58,28 @@ def chi_square_p(counts, distribution, trials) -> float:
     return scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1)
 
 
-@pytest.fixture(params=[*registry.names(), "ngram,eagle"])
+NAMES = [*registry.names(), "ngram,eagle"]
+SIZES = [(1, 4), (2, 3), (5, 48)]  # K and page size
+
+
+def text_cases():
+    """Drafter, way of verifying, K and page size: all of them for a draft model, whose own cache
+    has pages too; the others alternate between the ways, so that each drafter has both."""
+    cases = []
+    for index, name in enumerate(NAMES):
+        for offset, (K, page_size) in enumerate(SIZES):
+            modes = METHODS if name == "draft_model" else [METHODS[(index + offset) % len(METHODS)]]
+            cases += [(name, mode, K, page_size) for mode in modes]
+    return cases
+
+
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
 
 
 class TestEveryDrafter:
-    @pytest.mark.parametrize(("K", "page_size"), [(1, 4), (2, 3), (5, 48)])
-    @pytest.mark.parametrize("mode", METHODS)
+    @pytest.mark.parametrize(("name", "mode", "K", "page_size"), text_cases())
     def test_the_text_is_that_of_plain_decoding(self, name, mode, K, page_size):
         """Of greedy rows in both modes; of all rows, however they sample, where drafts are coupled
         to the target."""
@@ -121,57 +135,85 @@ class TestEveryDrafter:
             assert run(TARGET, PROMPTS, drafter=again, **options).emitted == first.emitted
         assert not compiled
 
-    @pytest.mark.parametrize("mode", METHODS)
-    def test_the_sampled_distribution_is_the_targets(self, name, mode):
-        """Chi-square over the joint distribution of three tokens, with and without filters; nothing outside
-        a filter comes out.
+    def test_coupled_samples_equal_those_of_plain_decoding(self, name):
+        """Token for token, for 2,048 seeds with filters and 2,048 without."""
+        got = run_small(name, "coupled", 2_048)
+        check_acceptance(got.state)
+        assert got.emitted == run_small("none", "rejection", 2_048).emitted
 
-        Each part has 20,480 sequences..
-        """
-        V, depth, trials = 5, 3, 20_480
-        target, draft = tiny(10, vocab_size=V), tiny(11, vocab_size=V)
-        prompt = [0, 1, 2, 1]
-        drafter, params = make_drafter(
-            name, 3, target, draft, **({"min_n": 1} if name == "ngram" else {})
-        )
-        parts = [dict(temperature=2.5), dict(temperature=2.0, top_k=4, top_p=0.9, min_p=0.02)]
-        columns = {
-            key: np.repeat([part.get(key, default) for part in parts], trials)
-            for key, default in dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items()
-        }
-        got = run(
-            target,
-            [prompt] * (2 * trials),
-            drafter=drafter,
-            draft_params=params,
-            max_new=4,
-            verify=mode,
-            seed=np.arange(2 * trials),
-            capacity=8,
-            **columns,
-        )
-        accepted = (
-            np.asarray(got.state.log.accepted_BS).sum() / np.asarray(got.state.log.drafted_BS).sum()
-        )
-        assert 0.1 < accepted < 0.95
-        texts = np.array(list(itertools.product(range(V), repeat=depth)))
-        logits = full_logits(
-            target, np.concatenate([np.tile(prompt, (len(texts), 1)), texts], axis=1)
-        )
-        tokens = np.array(got.emitted)[:, :depth].reshape(2, trials, depth)
-        for part, sampling in enumerate(parts):
-            distributions = [
-                [
-                    reference_distribution(logits[i, len(prompt) - 1 + t], **sampling)[text[t]]
-                    for t in range(depth)
-                ]
-                for i, text in enumerate(texts)
-            ]
-            distribution = np.prod(distributions, axis=1)
-            counts = np.bincount(tokens[part] @ V ** np.arange(depth)[::-1], minlength=V**depth)
-            assert counts[distribution == 0].sum() == 0
-            assert (distribution > 0.002).sum() > 20
-            assert chi_square_p(counts, distribution, trials) > 1e-3
+    def test_rejection_samples_from_the_targets_distribution(self, name):
+        check_small_distribution(run_small(name, "rejection", 20_480), 20_480)
+
+
+def test_plain_decoding_samples_from_the_targets_distribution():
+    check_small_distribution(run_small("none", "rejection", 20_480), 20_480)
+
+
+# --- A small vocabulary, whose texts can be enumerated --------------------------------------------
+
+SMALL_V, SMALL_PROMPT = 5, [0, 1, 2, 1]
+SMALL_TARGET, SMALL_DRAFT = tiny(10, vocab_size=SMALL_V), tiny(11, vocab_size=SMALL_V)
+SMALL_SAMPLING = [dict(temperature=2.5), dict(temperature=2.0, top_k=4, top_p=0.9, min_p=0.02)]
+
+
+@functools.cache
+def run_small(name, mode, trials):
+    """Four tokens after the small prompt: `trials` rows for each entry of SMALL_SAMPLING."""
+    drafter, params = None, None
+    if name != "none":
+        options = {"min_n": 1} if name == "ngram" else {}
+        drafter, params = make_drafter(name, 3, SMALL_TARGET, SMALL_DRAFT, **options)
+    columns = {}
+    for key, default in dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items():
+        columns[key] = np.repeat([part.get(key, default) for part in SMALL_SAMPLING], trials)
+    return run(
+        SMALL_TARGET,
+        [SMALL_PROMPT] * (2 * trials),
+        drafter=drafter,
+        draft_params=params,
+        max_new=4,
+        verify=mode,
+        seed=np.arange(2 * trials),
+        capacity=8,
+        **columns,
+    )
+
+
+def check_acceptance(state):
+    """Some drafts were accepted and some were not."""
+    accepted = np.asarray(state.log.accepted_BS).sum() / np.asarray(state.log.drafted_BS).sum()
+    assert 0.1 < accepted < 0.95
+
+
+@functools.cache
+def small_distributions(depth):
+    """For each entry of SMALL_SAMPLING, the probability of every text of `depth` tokens."""
+    texts = np.array(list(itertools.product(range(SMALL_V), repeat=depth)))
+    prompts = np.tile(SMALL_PROMPT, (len(texts), 1))
+    logits = full_logits(SMALL_TARGET, np.concatenate([prompts, texts], axis=1))
+    logits = logits[:, len(SMALL_PROMPT) - 1 :]
+    distributions = []
+    for sampling in SMALL_SAMPLING:
+        probability = np.ones(len(texts))
+        for i, text in enumerate(texts):
+            for t, token in enumerate(text):
+                probability[i] *= reference_distribution(logits[i, t], **sampling)[token]
+        distributions.append(probability)
+    return distributions
+
+
+def check_small_distribution(got, trials, depth=3):
+    """Chi-square over the joint distribution of three tokens, with and without filters; nothing
+    outside a filter is emitted."""
+    if got.state.log.drafted_BS.any():
+        check_acceptance(got.state)
+    tokens = np.array(got.emitted)[:, :depth].reshape(len(SMALL_SAMPLING), trials, depth)
+    codes = tokens @ SMALL_V ** np.arange(depth)[::-1]
+    for code, distribution in zip(codes, small_distributions(depth), strict=True):
+        counts = np.bincount(code, minlength=SMALL_V**depth)
+        assert counts[distribution == 0].sum() == 0
+        assert (distribution > 0.002).sum() > 20
+        assert chi_square_p(counts, distribution, trials) > 1e-3
 
 
 def test_drafters_are_found_by_name_and_named_when_they_are_not():

@@ -46,7 +46,7 @@ def whole_pass(config, params, text, aux_layers):
 
 
 def expected_drafts(config, params, tokens, drafts):
-    """Greedy drafts after `tokens` if the text goes on with `drafts`, from one pass over the whole."""
+    """Greedy drafts after `tokens` if the text continues with `drafts`, from one pass over all."""
     text = np.zeros((1, CAPACITY + K), np.int32)
     text[0, : len(tokens) + K] = [*tokens, *drafts]
     chain = len(tokens) - 2  # the last token with features of the target
@@ -85,7 +85,7 @@ def recording(drafter):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_draft_is_that_of_a_pass_over_the_whole_text(name):
-    """After every round, whatever was accepted in it: features, positions, positions and rollback."""
+    """After every round, whatever was accepted in it: features, positions and rollback."""
     drafter, config, params = head(name)
     arguments = prepare(
         TARGET, PROMPTS, drafter=recording(drafter), draft_params=params, max_new=14

@@ -1,19 +1,25 @@
-"""`specjax.generate` on small models: what people give it, what they get back, and what they are
-told."""
+"""`specjax.generate` on small models: arguments, results, and errors."""
 
 import collections
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import processors
 
 import specjax
-from specjax import Draft, Drafter, SpecJAXError, decode
+from specjax import Draft, Drafter, SpecJAXError, decode, sampling
+from specjax.config import Runtime
+from specjax.drafters import registry
 from specjax.engine import batch
 from specjax.engine import generate as generation
+from specjax.engine.request import SamplingParams
+from specjax.errors import SpecJAXWarning
 from specjax.kernels import dispatch
+from specjax.tokenizer import Tokenizer
 from support import folders
 from support.loop import compilations
 
@@ -35,6 +41,23 @@ def arrays(noise: float = 0.0) -> dict:
 def load(path, noise=0.0, **config):
     config = {"num_hidden_layers": 1} | config
     return specjax.load(folders.write_folder(path, config, arrays(noise)))
+
+
+def with_followers(model, followers: dict[int, int], tokenizer):
+    """A model that continues each of some tokens with another one, whatever came before."""
+    V, D = model.config.vocab_size, model.config.hidden_size
+    embed_VD = np.random.default_rng(0).standard_normal((V, D), np.float32)
+    embed_VD /= np.linalg.norm(embed_VD, axis=1, keepdims=True)
+    lm_head_VD = np.zeros((V, D), np.float32)
+    for token, follower in followers.items():
+        lm_head_VD[follower] += embed_VD[token]
+    params = jax.tree.map(jnp.zeros_like, model.params)  # layers that add nothing
+    params |= {
+        "embed_VD": jnp.asarray(embed_VD),
+        "lm_head_VD": jnp.asarray(lm_head_VD),
+        "final_norm_D": jnp.ones(D),
+    }
+    return dataclasses.replace(model, params=params, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +114,7 @@ def test_a_completion_has_prompt_text_and_reason(target, plain):
     "arguments", [{"drafter": "ngram", "verify": "rejection"}, DRAFT_MODEL | {"verify": "coupled"}]
 )
 def test_a_batch_equals_its_prompts_alone(target, draft, arguments):
-    """Every option differs from row to row, so that a value of one row that reaches another shows."""
+    """Every option differs from row to row: a value of one row that reaches another shows."""
     arguments = arguments | ({"draft": draft} if arguments["drafter"] == "draft_model" else {})
     options = {
         "temperature": [0.0, 3.0, 2.0],
@@ -228,7 +251,7 @@ class TestContextLimit:
 
     @pytest.mark.parametrize("length", [64, 65])
     def test_a_prompt_that_leaves_no_room_is_refused(self, target, length):
-        message = f"prompt 1 has {length} tokens; it may have at most 63, since prompt and output together may have 64"
+        message = f"prompt 1 has {length} tokens, but at most 63 fit: prompt and output share"
         with pytest.raises(SpecJAXError, match=message):
             specjax.generate(target, "ngram", [[1], [9] * length])
 
@@ -252,7 +275,7 @@ class TestContextLimit:
         ) == (2047, 1, "length")
         for length in (2048, 2049):
             with pytest.raises(
-                SpecJAXError, match=f"prompt 0 has {length} tokens; it may have at most 2047"
+                SpecJAXError, match=f"prompt 0 has {length} tokens, but at most 2047 fit"
             ):
                 specjax.generate(model, "none", [prompt[:length]])
 
@@ -340,130 +363,100 @@ def test_a_model_without_tokenizer_takes_and_gives_ids(target, plain):
 
 
 GOOD = {"prompts": ["hello"], "drafter": "ngram"}
+NO_PROMPT = "must be text, token ids or the messages of a chat, got"
+NO_LIST = "prompts must be a list of prompts, got"
+REJECTED = [
+    # prompts
+    ({"prompts": []}, "prompts is empty; at least one prompt is required"),
+    ({"prompts": ["a", ""]}, "prompt 1 is empty"),
+    ({"prompts": [[]]}, "prompt 0 is empty"),
+    ({"prompts": "hello"}, f"{NO_LIST} 'hello'"),
+    ({"prompts": b"hello"}, f"{NO_LIST} b'hello'"),
+    ({"prompts": None}, f"{NO_LIST} None"),
+    ({"prompts": {"role": "user", "content": "a"}}, NO_LIST + " {'role'"),
+    ({"prompts": [1, 2]}, f"prompt 0 {NO_PROMPT} 1"),
+    ({"prompts": CHAT}, f"prompt 0 {NO_PROMPT} {{'role'"),
+    ({"prompts": [b"a"]}, f"prompt 0 {NO_PROMPT} b'a'"),
+    ({"prompts": [[1.5]]}, f"prompt 0 {NO_PROMPT} [1.5]"),
+    ({"prompts": [["a"]]}, f"prompt 0 {NO_PROMPT} ['a']"),
+    ({"prompts": [[1, 267]]}, "prompt 0 has token id 267, but ids range from 0 to 266"),
+    ({"prompts": ["a", [-1, 3]]}, "prompt 1 has token id -1, but ids range from 0 to 266"),
+    ({"prompts": ["a\ud800"]}, "prompt 0 is not valid Unicode: "),
+    ({"prompts": ["a", [{"role": "judge", "content": "a"}]]}, "prompt 1: "),
+    ({"prompts": [[{"role": "judge", "content": "a"}]]}, "no role judge"),
+    # options
+    ({"max_new_tokens": 0}, "max_new_tokens must be in [1, 2**31), got 0"),
+    ({"max_new_tokens": 2**63}, f"max_new_tokens must be in [1, 2**31), got {2**63}"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer, got 1.5"),
+    ({"max_new_tokens": True}, "max_new_tokens must be an integer, got True"),
+    ({"temperature": -0.1}, "temperature must be in [0, 1e+27], got -0.1"),
+    ({"temperature": float("nan")}, "temperature must be in [0, 1e+27], got nan"),
+    ({"temperature": 1e28}, "temperature must be in [0, 1e+27], got 1e+28"),
+    ({"temperature": 1e39}, "temperature must be in [0, 1e+27], got inf"),
+    ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+    ({"temperature": None}, "temperature must be a number, got None"),
+    ({"temperature": [1.0, -1.0], "prompts": ["a", "b"]}, "in [0, 1e+27], got -1.0"),
+    ({"temperature": [1.0, 1.0]}, "temperature has 2 values for 1 prompts"),
+    ({"top_k": -1}, "top_k must be in [0, 2**31), got -1"),
+    ({"top_k": 2**31}, f"top_k must be in [0, 2**31), got {2**31}"),
+    ({"top_p": 0}, "top_p must be in (0, 1], got 0.0"),
+    ({"top_p": 1e-50}, "top_p must be in (0, 1], got 0.0"),
+    ({"top_p": 1.5}, "top_p must be in (0, 1], got 1.5"),
+    ({"min_p": -0.5}, "min_p must be in [0, 1], got -0.5"),
+    ({"min_p": 1.5}, "min_p must be in [0, 1], got 1.5"),
+    ({"seed": -1}, "seed must be in [0, 2**32), got -1"),
+    ({"seed": 2**32}, f"seed must be in [0, 2**32), got {2**32}"),
+    ({"seed": [1, 2, 3], "prompts": ["a", "b"]}, "seed has 3 values for 2 prompts"),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5"),
+    ({"eos_ids": 1}, "eos_ids must be a list of token ids, or one list per prompt, got 1"),
+    ({"eos_ids": [288]}, "eos_ids has 288, but ids range from 0 to 266"),
+    ({"eos_ids": [267]}, "eos_ids has 267, but ids range from 0 to 266"),  # padding
+    ({"eos_ids": [[1], [-1]], "prompts": ["a", "b"]}, "eos_ids has -1, but ids range from 0"),
+    ({"eos_ids": ["</s>"]}, "eos_ids has '</s>', but ids range from 0 to 266"),
+    ({"eos_ids": [[1], [2]]}, "eos_ids has 2 sets for 1 prompts"),
+    ({"page_size": 0}, "page_size must be an integer of at least 1, got 0"),
+    ({"page_size": 1.5}, "page_size must be an integer of at least 1, got 1.5"),
+    ({"verify": "foo"}, "verify must be one of rejection, coupled, got 'foo'"),
+    # drafters
+    ({"drafter": "foo"}, "unknown drafter 'foo'; choose from none, "),
+    ({"drafter": "base"}, "unknown drafter 'base'"),
+    ({"drafter": 3}, "drafter must be a name or a Drafter, got 3"),
+    ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, got 0"),
+    ({"num_speculative_tokens": 129}, "num_speculative_tokens must be at most 128, got 129"),
+    ({"num_speculative_tokens": 20_000}, "must be at most 128, got 20000"),
+    ({"num_speculative_tokens": "7"}, "num_speculative_tokens must be an integer, got '7'"),
+    ({"drafter_options": {"n": 2}}, "drafter 'ngram' has no option 'n'; choose from: max_n, min_n"),
+    ({"drafter_options": {"min_n": 0}}, "the drafter 'ngram' requires 1 <= min_n <= max_n <= 64"),
+    ({"drafter_params": 1}, "drafter_params applies to a Drafter, but 'ngram' is given by name"),
+    ({"drafter": "draft_model"}, "the drafter 'draft_model' requires "),
+    ({"draft": "folder"}, "draft must come from specjax.load_drafter, got 'folder'"),
+    ({"drafter": "none", "num_speculative_tokens": 2}, "'none' decodes without speculation"),
+    ({"drafter": "none", "drafter_options": {"min_n": 2}}, "'none' decodes without speculation"),
+    ({"drafter": Bigrams(num_tokens=2), "num_speculative_tokens": 2}, "apply to a drafter given"),
+    ({"drafter": Bigrams(num_tokens=0)}, "must propose at least 1 token, got num_tokens=0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        # prompts
-        ({"prompts": []}, "there is no prompt"),
-        ({"prompts": ["a", ""]}, "prompt 1 is empty"),
-        ({"prompts": [[]]}, "prompt 0 is empty"),
-        ({"prompts": "hello"}, "prompts must be a list, if only of one prompt; got 'hello'"),
-        (
-            {"prompts": {"role": "user", "content": "a"}},
-            "prompts must be a list, if only of one prompt; got {'role'",
-        ),
-        (
-            {"prompts": [1, 2]},
-            "prompt 0 must be a text, token ids or the messages of a chat, got 1",
-        ),
-        (
-            {"prompts": CHAT},
-            "prompt 0 must be a text, token ids or the messages of a chat, got {'role'",
-        ),
-        (
-            {"prompts": [b"a"]},
-            "prompt 0 must be a text, token ids or the messages of a chat, got b'a'",
-        ),
-        (
-            {"prompts": [[1.5]]},
-            "prompt 0 must be a text, token ids or the messages of a chat, got [1.5]",
-        ),
-        (
-            {"prompts": [["a"]]},
-            "prompt 0 must be a text, token ids or the messages of a chat, got ['a']",
-        ),
-        ({"prompts": [[1, 267]]}, "prompt 0 has the token id 267; ids go from 0 to 266"),
-        ({"prompts": ["a", [-1, 3]]}, "prompt 1 has the token id -1; ids go from 0 to 266"),
-        ({"prompts": ["a\ud800"]}, "prompt 0 is not valid Unicode: "),
-        (
-            {"prompts": [[{"role": "judge", "content": "a"}]]},
-            "the chat template refused the messages: no role judge",
-        ),
-        # options
-        ({"max_new_tokens": 0}, "max_new_tokens must be in [1, 2**31), got 0"),
-        ({"max_new_tokens": 2**63}, f"max_new_tokens must be in [1, 2**31), got {2**63}"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number, got 1.5"),
-        ({"max_new_tokens": True}, "max_new_tokens must be a whole number, got True"),
-        ({"temperature": -0.1}, "temperature must be at least 0 and finite, got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
-        ({"temperature": 1e39}, "temperature must be at least 0 and finite, got inf"),
-        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
-        ({"temperature": None}, "temperature must be a number, got None"),
-        (
-            {"temperature": [1.0, -1.0], "prompts": ["a", "b"]},
-            "temperature must be at least 0 and finite, got -1.0",
-        ),
-        ({"temperature": [1.0, 1.0]}, "temperature has 2 values for 1 prompts"),
-        ({"top_k": -1}, "top_k must be in [0, 2**31), got -1"),
-        ({"top_k": 2**31}, f"top_k must be in [0, 2**31), got {2**31}"),
-        ({"top_p": 0}, "top_p must be in (0, 1], got 0.0"),
-        ({"top_p": 1e-50}, "top_p must be in (0, 1], got 0.0"),
-        ({"top_p": 1.5}, "top_p must be in (0, 1], got 1.5"),
-        ({"min_p": -0.5}, "min_p must be in [0, 1], got -0.5"),
-        ({"min_p": 1.5}, "min_p must be in [0, 1], got 1.5"),
-        ({"seed": -1}, "seed must be in [0, 2**32), got -1"),
-        ({"seed": 2**32}, f"seed must be in [0, 2**32), got {2**32}"),
-        ({"seed": [1, 2, 3], "prompts": ["a", "b"]}, "seed has 3 values for 2 prompts"),
-        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
-        ({"eos_ids": [288]}, "eos_ids has 288; ids go from 0 to 287"),
-        ({"eos_ids": [[1], [-1]], "prompts": ["a", "b"]}, "eos_ids has -1; ids go from 0 to 287"),
-        ({"eos_ids": [[1], [2]]}, "eos_ids has 2 sets for 1 prompts"),
-        ({"page_size": 0}, "page_size must be a whole number of at least 1, got 0"),
-        # drafters
-        ({"drafter": "foo"}, "drafter 'foo' does not exist; there is: none, "),
-        ({"drafter": "base"}, "drafter 'base' does not exist"),
-        ({"verify": "foo"}, "verify must be one of rejection, coupled, got 'foo'"),
-        (
-            {"num_speculative_tokens": 0},
-            "the number of speculative tokens must be at least 1, got 0",
-        ),
-        ({"drafter_options": {"n": 2}}, "drafter 'ngram' has no option 'n'; it has: max_n, min_n"),
-        (
-            {"drafter_options": {"min_n": 0}},
-            "the drafter 'ngram' needs 1 <= min_n <= max_n <= 64, got min_n=0 and max_n=4",
-        ),
-        (
-            {"drafter_params": 1},
-            "drafter_params is for a Drafter of your own; the drafter 'ngram' takes none",
-        ),
-        (
-            {"drafter": "draft_model"},
-            "the drafter 'draft_model' needs a draft model, and none was given",
-        ),
-        (
-            {"drafter": "none", "num_speculative_tokens": 2},
-            "the drafter 'none' decodes without speculation",
-        ),
-        (
-            {"drafter": "none", "drafter_options": {"min_n": 2}},
-            "the drafter 'none' decodes without speculation",
-        ),
-        (
-            {"drafter": Bigrams(num_tokens=2), "num_speculative_tokens": 2},
-            "drafter_options are for a drafter given by name",
-        ),
-        (
-            {"drafter": Bigrams(num_tokens=0)},
-            "a drafter must propose at least 1 token, got num_tokens=0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), REJECTED)
 def test_what_cannot_be_used_is_named(target, changes, message):
     with pytest.raises(SpecJAXError, match=re.escape(message)) as raised:
         specjax.generate(target, **GOOD | changes)
     assert "\n" not in str(raised.value)
 
 
+def test_a_target_must_be_loaded():
+    with pytest.raises(SpecJAXError, match=r"must be a model from specjax\.load, got 'folder'"):
+        specjax.generate("folder", **GOOD)
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
         ("ngram", "the drafter 'ngram' uses no draft model, but one was given"),
-        ("none", "the drafter 'none' decodes without speculation: it takes no draft model"),
+        ("none", "the drafter 'none' decodes without speculation; it takes no draft"),
         (
             Bigrams(num_tokens=2),
-            "draft, num_speculative_tokens and drafter_options are for a drafter given by name",
+            "draft, num_speculative_tokens and drafter_options apply to a drafter given by name",
         ),
     ],
 )
@@ -474,11 +467,13 @@ def test_a_draft_model_that_is_not_wanted_is_refused(target, draft, drafter, mes
 
 def test_text_needs_a_tokenizer(target):
     model = dataclasses.replace(target, tokenizer=None)
-    message = f"prompt 0 is text, and {target.path} has no tokenizer: give token ids"
+    message = f"prompt 0 is text, but {target.path} has no tokenizer; use token ids instead"
     for prompt in ("hello", CHAT):
         with pytest.raises(SpecJAXError, match=re.escape(message)):
             specjax.generate(model, "none", [prompt])
-    with pytest.raises(SpecJAXError, match="prompt 0 has the token id 288; ids go from 0 to 287"):
+    with pytest.raises(
+        SpecJAXError, match="prompt 0 has token id 288, but ids range from 0 to 287"
+    ):
         specjax.generate(model, "none", [[287, 288]])
 
 
@@ -505,6 +500,207 @@ def test_different_vocabularies_are_refused(target, draft, tmp_path):
         specjax.generate(target, prompts=["hello"], draft=other, **DRAFT_MODEL)
 
 
+class TestIncompleteCharacters:
+    """Models whose greedy text after "a" is "€€€...", three tokens each: E2 82 AC."""
+
+    @pytest.fixture(params=["byte-level", "byte-fallback"])
+    def euro(self, request, target):
+        """The model, and the ids of "a" and of the three bytes."""
+        tokenizer = target.tokenizer
+        if request.param == "byte-fallback":
+            tokenizer = Tokenizer(folders.byte_fallback_backend())
+            names = ["a", "<0xE2>", "<0x82>", "<0xAC>"]
+        else:
+            names = ["a", *tokenizer.backend.encode("€", add_special_tokens=False).tokens]
+        a, *bytes_ = [tokenizer.token_ids[name] for name in names]
+        followers = {a: bytes_[0], **dict(zip(bytes_, bytes_[1:] + bytes_[:1], strict=True))}
+        return with_followers(target, followers, tokenizer), [a], bytes_
+
+    @staticmethod
+    def check_texts(model, prompt, options, expected):
+        """Final and streamed texts are equal, with one token per call and with all in one."""
+        stream, pieces, ids = model.tokenizer.stream(), [], []
+
+        def on_tokens(index, new, from_draft, is_last):
+            ids.extend(new)
+            pieces.extend(stream.push([token]) for token in new)
+            if is_last:
+                pieces.append(stream.flush())
+
+        options |= {"num_speculative_tokens": 2, "on_tokens": on_tokens}
+        result = specjax.generate(model, "ngram", [prompt], **options)
+        completion = result.completions[0]
+        assert completion.text == "".join(pieces) == expected
+        assert list(completion.tokens) == ids
+        return ids
+
+    @pytest.mark.parametrize("budget", range(1, 8))
+    def test_a_budget_that_ends_inside_one(self, euro, budget):
+        model, prompt, bytes_ = euro
+        ids = self.check_texts(model, prompt, {"max_new_tokens": budget}, "€" * (budget // 3))
+        assert ids == (bytes_ * 3)[:budget]
+
+    def test_an_end_of_sequence_token_inside_one(self, euro):
+        model, prompt, bytes_ = euro
+        ids = self.check_texts(model, prompt, {"eos_ids": [bytes_[1]]}, "")
+        assert ids == bytes_[:2]
+
+
+class TestNumSpeculativeTokens:
+    """No more drafts than can ever be emitted."""
+
+    @pytest.fixture
+    def configs(self, monkeypatch):
+        """The configurations of the loops that are run."""
+        found, init = [], decode.init_jit
+
+        def recorded(params, drafter_params, config, *rest):
+            found.append(config)
+            return init(params, drafter_params, config, *rest)
+
+        monkeypatch.setattr(decode, "init_jit", recorded)
+        return found
+
+    @pytest.mark.parametrize(
+        ("prompts", "max_new_tokens", "expected"),
+        [
+            (PROMPTS, 5, 4),
+            (PROMPTS, [5, 9, 1], 8),
+            (PROMPTS, 1, 1),
+            ([[9] * 60], 128, 3),  # a context of 64
+        ],
+    )
+    def test_they_are_cut_to_what_can_be_emitted(
+        self, target, configs, prompts, max_new_tokens, expected
+    ):
+        options = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": 128}
+        result = specjax.generate(target, "ngram", prompts, **options)
+        assert [config.drafter.num_tokens for config in configs] == [expected]
+        assert max(max(c.drafted) for c in result.completions) <= expected
+
+    def test_a_number_that_can_be_emitted_is_not_cut(self, target, configs):
+        specjax.generate(target, "ngram", PROMPTS, max_new_tokens=9, num_speculative_tokens=8)
+        assert [config.drafter.num_tokens for config in configs] == [8]
+
+    def test_texts_do_not_change(self, target, draft, configs):
+        """A `Drafter` is not cut; its texts, drafts and acceptance are those of the cut one."""
+        options = {
+            "prompts": PROMPTS * 2,
+            "max_new_tokens": [3, 2, 1, 3, 2, 3],
+            "temperature": [0.0, 0.0, 0.0, 2.0, 2.0, 2.0],
+        }
+        whole = registry.make("draft_model", 4, target.config, draft.config)
+        expected = specjax.generate(target, whole, drafter_params=draft.params, **options)
+        cut = specjax.generate(
+            target, "draft_model", draft=draft, num_speculative_tokens=4, **options
+        )
+        assert [config.drafter.num_tokens for config in configs] == [4, 2]
+        assert cut.completions == expected.completions
+
+
+def test_the_loop_returns_to_the_host_in_between(target, monkeypatch, plain):
+    """So that Ctrl-C is heeded although nobody watches: in pieces that take about as long."""
+    limits, generate_jit, clock = [], decode.generate_jit, iter(range(10**6))
+
+    def recorded(*args):
+        limits.append(int(args[-1]))
+        return generate_jit(*args)
+
+    monkeypatch.setattr(decode, "generate_jit", recorded)
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: next(clock) / 16)
+    result = specjax.generate(target, "none", PROMPTS, max_new_tokens=40)
+    assert tokens(result) == [c.tokens for c in plain]
+    # Every call seems to take 1/16 s, whatever its rounds: 8 times as many fit into half a second.
+    assert limits == [0, 1, 8, 64]
+
+
+class TestTwoBeginnings:
+    """A text that begins with the BOS token, where the tokenizer adds one as well."""
+
+    @pytest.mark.parametrize(
+        ("text", "num_bos"), [("<s>hello", 1), ("<s><s>hello", 2), ("<s>", 1), ("<s> hello", 1)]
+    )
+    def test_one_is_dropped_with_a_warning(self, target, text, num_bos):
+        with pytest.warns(SpecJAXWarning, match="^prompt 1 begins with '<s>', which the tokenizer"):
+            result = specjax.generate(target, "none", ["a", text], max_new_tokens=1)
+        expected = target.tokenizer.encode(text, add_special_tokens=False)
+        assert list(result.completions[1].prompt_tokens) == expected
+        assert expected.count(target.tokenizer.bos_id) == num_bos
+
+    @pytest.mark.parametrize("text", ["hello", "hello<s>", " <s>hello"])
+    def test_other_texts_are_left_alone(self, target, text):
+        assert list(batch.encode(target, text, "it")) == target.tokenizer.encode(text)
+
+    def test_a_chat_has_the_one_of_its_template(self, target):
+        ids = batch.encode(target, CHAT, "it")
+        assert ids.count(target.tokenizer.bos_id) == 1
+
+    def test_a_tokenizer_that_adds_none(self, target):
+        backend = folders.backend()
+        backend.post_processor = processors.TemplateProcessing(single="$A")
+        tokenizer = dataclasses.replace(target.tokenizer, backend=backend)
+        for text in ("<s>hello", "<s><s>hello"):
+            assert batch.encode_text(tokenizer, text, "it") == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_no_temperature_that_is_accepted_samples_a_token_of_probability_0(top_p):
+    """And a larger one would: in the passes over the vocabulary, -inf is -1e30."""
+    num_rows, V = 512, 8
+    logits_BTV = jnp.where(jnp.arange(V) < 4, 0.0, -jnp.inf) * jnp.ones((num_rows, 1, 1))
+
+    def sampled(temperature):
+        params = SamplingParams(temperature, top_p=top_p, seed=np.arange(num_rows))
+        arrays = jax.device_put(batch.sampling_arrays(params, num_rows))
+        position_BT = jnp.zeros((num_rows, 1), jnp.int32)
+        stream = sampling.Stream.TARGET
+        token_BT, _ = sampling.sample(Runtime(), logits_BTV, arrays, position_BT, stream)
+        return set(np.unique(token_BT))
+
+    kept = {0, 1, 2, 3}
+    for temperature in (1.0, 1e6, 1e20, batch.MAX_TEMPERATURE):
+        assert sampled(temperature) == kept
+    with pytest.MonkeyPatch.context() as patch:
+        unbounded = batch.RANGES["temperature"]._replace(high=np.inf)
+        patch.setitem(batch.RANGES, "temperature", unbounded)
+        assert sampled(1e32) > kept
+
+
+class TestArrays:
+    """What prompts become on their way to the loop."""
+
+    def test_lengths_padding_and_sets(self):
+        tokens_BS, request = batch.arrays(
+            [[5, 6, 7], [8]], max_length=[10, 20], eos_ids=[[1], [2, 3]], max_seq_len=24
+        )
+        assert tokens_BS.tolist() == [[5, 6, 7] + [0] * 21, [8] + [0] * 23]
+        assert request.prompt_length_B.tolist() == [3, 1]
+        assert request.max_length_B.tolist() == [10, 20]
+        assert request.eos_BE.tolist() == [[1] + [-1] * 7, [2, 3] + [-1] * 6]
+        assert request.sampling.temperature_B is None
+        assert {x.dtype for x in (tokens_BS, *jax.tree.leaves(request))} == {
+            np.dtype(np.int32),
+            np.dtype(np.uint32),  # of the seeds
+        }
+
+    def test_surplus_rows_emit_nothing(self):
+        sampled = SamplingParams(temperature=[0.5, 1.0], seed=[3, 4])
+        tokens_BS, request = batch.arrays(
+            [[5], [6]], max_length=9, sampling=sampled, num_rows=4, max_seq_len=9
+        )
+        assert tokens_BS[:, 0].tolist() == [5, 6, 6, 6]
+        assert request.max_length_B.tolist() == [9, 9, 0, 0]
+        assert request.sampling.temperature_B.tolist() == [0.5, 1.0, 1.0, 1.0]
+        assert request.sampling.seed_B.tolist() == [3, 4, 4, 4]
+
+    def test_the_size_is_a_bucket_by_default(self):
+        assert batch.arrays([[5]], max_length=[129]).tokens_BS.shape == (1, batch.bucket(129))
+
+    def test_a_prompt_that_is_too_long(self):
+        with pytest.raises(SpecJAXError, match="a prompt has 5 tokens, but max_seq_len is 4"):
+            batch.arrays([[1] * 5], max_length=4, max_seq_len=4)
+
+
 def test_buckets_hold_and_are_few():
     sizes = [batch.bucket(n) for n in range(1, 20_000)]
     assert all(n <= size <= max(1.25 * n, n + 127) for n, size in enumerate(sizes, 1))
@@ -520,11 +716,11 @@ def test_prompts_are_read_in_chunks_of_few_sizes():
     assert all(chunk >= n for n, chunk in enumerate(chunks[:256], 1))
 
 
-def test_per_prompt_gives_one_value_for_each():
+@pytest.mark.parametrize(("name", "dtype"), [("top_k", np.int64), ("temperature", np.float32)])
+def test_per_prompt_gives_one_value_for_each(name, dtype):
     for value in (2, [2, 2, 2], (2, 2, 2), np.int32(2), jnp.full(3, 2)):
-        for kind, dtype in ((int, np.int64), (float, np.float32)):
-            array = generation.per_prompt("x", value, 3, kind, lambda x: x > 0, "positive")
-            assert (array.tolist(), array.dtype) == ([2, 2, 2], dtype)
+        array = batch.per_prompt(name, value, 3)
+        assert (array.tolist(), array.dtype) == ([2, 2, 2], dtype)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""GGUF files give the same model as the Hugging Face folder they were made from; what is not
-understood is refused."""
+"""GGUF files give the model of the Hugging Face folder that they were made from.
+
+Files that are damaged or not supported are rejected.
+"""
 
 import builtins
 import json
+import os
+import struct
 
 import numpy as np
 import pytest
@@ -10,11 +14,12 @@ import tokenizers
 
 from specjax import llama
 from specjax.checkpoints_convert import gguf_tokenizer
-from specjax.checkpoints_convert.table import DTYPES
 from specjax.config import LlamaConfig, RopeConfig
+from specjax.dtypes import DTYPES
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
 from support import folders
+from support.limits import limits
 
 gguf = pytest.importorskip("gguf")
 
@@ -64,47 +69,44 @@ BYTE_LEVEL = {
 
 def permute(array, heads):
     """As in llama.cpp's convert_hf_to_gguf.py (LlamaModel.permute)."""
-    return (
-        array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(array.shape)
-    )
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def gguf_tensors(arrays):
+    """Hugging Face tensors under llama.cpp's names, and in its order of rotary pairs."""
     result = {}
     for name, array in arrays.items():
+        prefix = ""
         stem, _, suffix = name.rpartition(".")
-        *layer, stem = stem.split(".", 3) if stem.startswith("model.layers") else [stem]
-        array = (
-            permute(array, 4)
-            if "q_proj" in stem
-            else permute(array, 2)
-            if "k_proj" in stem
-            else array
-        )
-        result[(f"blk.{layer[2]}." if layer else "") + f"{NAMES[stem]}.{suffix}"] = array
+        if stem.startswith("model.layers."):
+            _, _, layer, stem = stem.split(".", 3)
+            prefix = f"blk.{layer}."
+        if "q_proj" in stem:
+            array = permute(array, 4)
+        if "k_proj" in stem:
+            array = permute(array, 2)
+        result[f"{prefix}{NAMES[stem]}.{suffix}"] = array
     return result
 
 
 def write(path, tensors, kind="F32", architecture="llama", keys=None, tokenizer=None):
     """A GGUF file; matrices are stored as `kind`, vectors as float32, as llama.cpp does."""
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (KEYS | (keys or {})).items():
-        if value is not None:
-            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[
-                type(value)
-            ](f"{architecture}.{key}", value)
+    fields = {f"{architecture}.{key}": value for key, value in (KEYS | (keys or {})).items()}
     for key, value in (tokenizer or {}).items():
-        adders = {
-            list: writer.add_array,
-            int: writer.add_uint32,
-            str: writer.add_string,
-            bool: writer.add_bool,
-        }
-        adders[type(value)](
-            f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}", value
-        )
+        prefix = "tokenizer" if key == "chat_template" else "tokenizer.ggml"
+        fields[f"{prefix}.{key}"] = value
+    adders = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        bool: writer.add_bool,
+        list: writer.add_array,
+    }
+    for key, value in fields.items():
+        if value is not None:
+            adders[type(value)](key, value)
     for name, array in tensors.items():
         if array.ndim < 2:
             writer.add_tensor(name, array.astype(np.float32))
@@ -130,7 +132,7 @@ def byte_level_tokenizer():
     }
 
 
-def refused(path, *words):
+def check_rejected(path, *words):
     """Conversion fails with one line that has all `words`, and nothing is written."""
     before = sorted(path.parent.iterdir())
     with pytest.raises(SpecJAXError) as caught:
@@ -151,8 +153,8 @@ def test_same_parameters_as_the_hugging_face_folder(tmp_path, kind, config):
     path = write(
         tmp_path / "model.gguf", gguf_tensors(arrays), kind, tokenizer=byte_level_tokenizer()
     )
-    opened = checkpoint.convert(path, tmp_path / "ours")
-    assert opened.dtype == KINDS[kind]
+    reader = checkpoint.convert(path, tmp_path / "ours")
+    assert reader.dtype == KINDS[kind]
     # Rows move as a whole, so that quantising a row gives the same numbers on either side.
     type_ = gguf.GGMLQuantizationType[kind]
     stored = {
@@ -232,40 +234,38 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path):
     "factors",
     [llama3_factors(8.0, original=4096), llama3_factors(8.0)[:-1], np.full(8, 2.0, np.float32)],
 )
-def test_other_rope_factors_are_refused(tmp_path, factors):
+def test_other_rope_factors_are_rejected(tmp_path, factors):
     tensors = gguf_tensors(folders.tensors(CONFIG)) | {"rope_freqs.weight": factors}
-    refused(
+    check_rejected(
         write(tmp_path / "model.gguf", tensors, keys={"rope.freq_base": 500000.0}),
         "rope_freqs.weight",
     )
 
 
-def test_linear_rope(tmp_path):
-    tensors = gguf_tensors(folders.tensors(CONFIG))
-    for i, (keys, rope) in enumerate(
-        [
-            (
-                {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-                RopeConfig(500.0, "linear", 4.0),
-            ),
-            ({"rope.scale_linear": 2.0}, RopeConfig(500.0, "linear", 2.0)),
-            ({"rope.scaling.type": "none"}, RopeConfig(500.0)),
-            ({"rope.freq_base": None}, RopeConfig(10000.0)),
-        ]
-    ):
-        assert (
-            checkpoint.open_source(write(tmp_path / f"{i}.gguf", tensors, keys=keys)).config.rope
-            == rope
-        )
-    refused(
-        write(
-            tmp_path / "both.gguf",
-            tensors | {"rope_freqs.weight": llama3_factors(8.0)},
-            keys={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            RopeConfig(500.0, "linear", 4.0),
         ),
-        "rope_freqs.weight",
-        "linear",
-    )
+        ({"rope.scale_linear": 2.0}, RopeConfig(500.0, "linear", 2.0)),
+        ({"rope.scaling.type": "none"}, RopeConfig(500.0)),
+        ({"rope.freq_base": None}, RopeConfig(10000.0)),
+    ],
+)
+def test_linear_rope(tmp_path, keys, rope):
+    tensors = gguf_tensors(folders.tensors(CONFIG))
+    path = write(tmp_path / "model.gguf", tensors, keys=keys)
+    assert checkpoint.open_source(path).config.rope == rope
+
+
+def test_linear_rope_with_the_factors_of_llama3_is_rejected(tmp_path):
+    tensors = gguf_tensors(folders.tensors(CONFIG))
+    tensors["rope_freqs.weight"] = llama3_factors(8.0)
+    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    path = write(tmp_path / "both.gguf", tensors, keys=keys)
+    check_rejected(path, "rope_freqs.weight", "linear")
 
 
 def test_bad_files(tmp_path):
@@ -274,7 +274,7 @@ def test_bad_files(tmp_path):
     number = iter(range(100))
 
     def bad(*words, tensors=tensors, **options):
-        refused(write(tmp_path / f"{next(number)}.gguf", tensors, **options), *words)
+        check_rejected(write(tmp_path / f"{next(number)}.gguf", tensors, **options), *words)
 
     bad("'qwen2'", architecture="qwen2")
     bad("'yarn'", keys={"rope.scaling.type": "yarn"})
@@ -296,11 +296,11 @@ def test_bad_files(tmp_path):
     bad(name, "[16, 32]", "[32, 32]", tensors=tensors | {name: tensors[name][:16]})
     bad("'unigram'", tokenizer=byte_level_tokenizer() | {"model": "unigram"})
     bad("'deepseek-coder'", "smollm", tokenizer=byte_level_tokenizer() | {"pre": "deepseek-coder"})
-    bad("wrong kind", tokenizer=byte_level_tokenizer() | {"token_type": [3, 3]})
-    bad("wrong kind", tokenizer=byte_level_tokenizer() | {"merges": ["ab"]})
+    bad("invalid value", tokenizer=byte_level_tokenizer() | {"token_type": [3, 3]})
+    bad("invalid value", tokenizer=byte_level_tokenizer() | {"merges": ["ab"]})
     bad("num_heads", "many", keys={"attention.head_count": "many"})
     bad(
-        "wrong kind",
+        "invalid value",
         keys={
             "attention.head_count": 0,
             "attention.key_length": None,
@@ -311,7 +311,126 @@ def test_bad_files(tmp_path):
     for keep in (0, 100, 5000, -500):
         path = write(tmp_path / f"cut{keep}.gguf", tensors)
         path.write_bytes(path.read_bytes()[:keep])
-        refused(path, "truncated")
+        check_rejected(path, "truncated")
+
+
+def set_offset(path, tensor, offset):
+    """Overwrites the offset of a tensor; `offset` is a function of the present one."""
+    data = bytearray(path.read_bytes())
+    position = data.index(tensor.encode()) + len(tensor)
+    (num_dimensions,) = struct.unpack_from("<I", data, position)
+    position += 4 + 8 * num_dimensions + 4
+    (present,) = struct.unpack_from("<Q", data, position)
+    struct.pack_into("<Q", data, position, offset(present))
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        (lambda present: present + 3, ["is not a multiple of the alignment 32"]),
+        (lambda present: present + 32, ["share bytes"]),
+        (lambda present: present - 32, ["share bytes"]),
+        (lambda present: 0, ["share bytes"]),
+        (lambda present: 2**40, ["truncated", "end at byte"]),
+        (lambda present: 2**64 - 32, ["truncated", "end at byte"]),
+    ],
+)
+def test_offsets_of_tensors(tmp_path, offset, words):
+    path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)))
+    name = "blk.1.ffn_up.weight"
+    set_offset(path, name, offset)
+    check_rejected(path, name, *words)
+
+
+def test_tensors_may_be_anywhere_in_the_file(tmp_path):
+    """Swaps two tensors of the same size: other weights, but a valid file."""
+    path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)))
+    offsets = {}
+    for name in ("blk.0.attn_q.weight", "blk.1.attn_q.weight"):
+        set_offset(path, name, lambda present, name=name: offsets.setdefault(name, present))
+    first, second = offsets.values()
+    set_offset(path, "blk.0.attn_q.weight", lambda present: second)
+    set_offset(path, "blk.1.attn_q.weight", lambda present: first)
+    checkpoint.open_source(path)
+
+
+def text(string, length=None):
+    """A string as GGUF stores it, or with another length."""
+    data = string.encode()
+    return struct.pack("<Q", len(data) if length is None else length) + data
+
+
+def raw_file(*fields, num_fields=None, num_tensors=0):
+    """A GGUF file with these bytes as its fields and tensors."""
+    num_fields = len(fields) if num_fields is None else num_fields
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_fields) + b"".join(fields)
+
+
+def array(kind, length):
+    """A field that is an array."""
+    return text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, kind, length)
+
+
+def tensor(*shape):
+    return text("x") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, 0)
+
+
+HUGE = {
+    "array of numbers": raw_file(array(4, 2**60)),
+    "array of strings": raw_file(array(8, 2**60)),
+    "array of arrays": raw_file(array(9, 2**60)),
+    "string": raw_file(text("a", 2**60)),
+    "fields": raw_file(num_fields=2**60),
+    "tensors": raw_file(num_tensors=2**60),
+    "dimensions": raw_file(text("x") + struct.pack("<I", 2**31), num_fields=0, num_tensors=1),
+    "shape": raw_file(tensor(2**40, 2**40), num_fields=0, num_tensors=1),
+    "nested arrays": raw_file(array(9, 1) + struct.pack("<IQ", 9, 1) * 10_000),
+}
+
+
+@pytest.mark.parametrize("content", HUGE.values(), ids=HUGE)
+def test_sizes_in_headers_are_compared_with_the_file(tmp_path, content):
+    (tmp_path / "model.gguf").write_bytes(content)
+    with limits():
+        check_rejected(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    "content", [raw_file(array(0, 2**31)), raw_file(array(8, 2**28)), raw_file(text("a", 2**31))]
+)
+def test_sizes_in_headers_of_large_files_are_limited(tmp_path, content):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    os.truncate(path, 2**32)  # a sparse file
+    with limits():
+        check_rejected(path, "is not supported; at most")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"block_count": 5 * 10**7}, ["50000000 layers", "21 tensors"]),
+        ({"embedding_length": 5 * 10**7}, ["50000000"]),
+        ({"feed_forward_length": 5 * 10**7}, ["50000000"]),
+        ({"attention.head_count": 2 * 10**9, "attention.head_count_kv": 1}, ["32000000000"]),
+    ],
+)
+def test_sizes_of_the_model_are_compared_with_the_tensors(tmp_path, keys, words):
+    path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)), keys=keys)
+    with limits():
+        check_rejected(path, *words)
+
+
+@pytest.mark.parametrize("alignment", [0, 3, 2**31])
+def test_alignment(tmp_path, alignment):
+    path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)))
+    field = text("general.alignment") + struct.pack("<II", 4, alignment)
+    data = bytearray(path.read_bytes())
+    (num_fields,) = struct.unpack_from("<Q", data, 16)
+    struct.pack_into("<Q", data, 16, num_fields + 1)
+    path.write_bytes(data[:24] + field + data[24:])
+    check_rejected(path)
 
 
 def test_without_the_gguf_package(tmp_path, monkeypatch):
@@ -328,14 +447,66 @@ def test_without_the_gguf_package(tmp_path, monkeypatch):
         checkpoint.convert(path, tmp_path / "out")
 
 
-def test_special_ids_outside_of_the_vocabulary_are_dropped(tmp_path):
+def test_special_ids_that_mean_none(tmp_path):
     path = write(
         tmp_path / "model.gguf",
         gguf_tensors(folders.tensors(CONFIG)),
-        tokenizer=byte_level_tokenizer() | {"eos_token_id": 2**32 - 1},
+        tokenizer=byte_level_tokenizer() | {"eos_token_id": 2**32 - 1, "eot_token_id": 2**32 - 1},
     )
-    opened = checkpoint.open_source(path)
-    assert (opened.eos_ids, opened.tokenizer.eos_id) == ((3,), None)
+    reader = checkpoint.open_source(path)
+    assert reader.tokenizer.eos_id is None
+    assert reader.eos_ids == (1,)  # "</s>", by its text
+
+
+def test_an_eos_token_that_can_never_be_emitted_is_rejected(tmp_path):
+    path = write(
+        tmp_path / "model.gguf",
+        gguf_tensors(folders.tensors(CONFIG)),
+        tokenizer=byte_level_tokenizer() | {"eot_token_id": 267},
+    )
+    check_rejected(path, "token 267 can never be emitted", "the tokenizer has 267 tokens")
+
+
+@pytest.mark.parametrize("text", gguf_tokenizer.END_OF_GENERATION)
+@pytest.mark.parametrize("type_", [gguf_tokenizer.NORMAL, gguf_tokenizer.CONTROL])
+def test_tokens_that_end_a_generation_are_known_by_their_text(tmp_path, text, type_):
+    """As in llama.cpp, although the file names another token and whatever type it gives them."""
+    fields = byte_level_tokenizer()
+    del fields["eot_token_id"]
+    fields["tokens"][1] = "<end>"  # the eos_token_id
+    fields["tokens"][2] = text
+    fields["token_type"][2] = type_
+    tensors = gguf_tensors(folders.tensors(CONFIG))
+    reader = checkpoint.open_source(write(tmp_path / "model.gguf", tensors, tokenizer=fields))
+    assert reader.eos_ids == (1, 2)
+    assert reader.tokenizer.encode(f"hello{text}") == [0, 263, 2]
+    assert reader.tokenizer.decode([263, 2]) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids"),
+    [
+        (["a", "<|end|>"], {0, 1}),
+        (["a", "<|end|>", "<|call|>"], {0, 1, 2}),
+        (["a", "<|end|>", "<|call|>", "<|return|>"], {0, 2, 3}),
+        (["a", "<|end|>", "<|calls|>", "<|flush|>"], {0, 2, 3}),
+        (["a", "</s>", "<|tool_response>"], {0, 2}),
+        (["</s>", "<|tool_response>"], {1}),
+    ],
+)
+def test_exceptions_among_the_tokens_that_end_a_generation(tokens, ids):
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0}
+    assert gguf_tokenizer.end_of_generation_ids(metadata) == ids
+
+
+def test_a_chat_template_that_fails_names_the_file(tmp_path):
+    path = write(
+        tmp_path / "model.gguf",
+        gguf_tensors(folders.tensors(CONFIG)),
+        tokenizer=byte_level_tokenizer() | {"chat_template": "{{ 1 // 0 }}"},
+    )
+    with pytest.raises(SpecJAXError, match=f"{path}: the chat template failed: ZeroDivisionError"):
+        checkpoint.open_source(path).tokenizer.render_chat([])
 
 
 def test_byte_level_tokenizer(tmp_path):
@@ -360,12 +531,12 @@ def test_byte_level_tokenizer(tmp_path):
         ("gpt-2", ["abc", "1234", " def", "'s"]),
     ],
 )
-def test_pre_tokenizers(pre, words):
+def test_pre_tokenizers(tmp_path, pre, words):
     metadata = {
         f"tokenizer.ggml.{key}": value
         for key, value in (byte_level_tokenizer() | {"pre": pre}).items()
     }
-    backend = gguf_tokenizer.build(metadata).backend
+    backend = gguf_tokenizer.build(metadata, tmp_path).backend
     assert [
         word.replace("Ġ", " ")
         for word, _ in backend.pre_tokenizer.pre_tokenize_str("abc1234 def's")
@@ -417,5 +588,8 @@ def test_sentencepiece_tokenizer(tmp_path):
     assert pieces_of("a</s>é[X]") == ["<s>", "▁a", "</s>", "▁", "<0xC3>", "<0xA9>", "[X]"]
     for text in ("abc abc", " abc", "aé🎉 b", "[X]"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert pieces_of("a<unk>") == ["<s>", "▁a", "<unk>"]
+    assert tokenizer.decode([1, 265, 0]) == "a"
+    assert tokenizer.decode([265, 0], skip_special_tokens=False) == "a<unk>"
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert isinstance(tokenizer.backend.model, tokenizers.models.BPE)

@@ -1,5 +1,6 @@
-"""Hugging Face folders: what is read is right, and whatever is wrong with one is refused by name."""
+"""Hugging Face folders: what is read is right, and every fault is rejected by name."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -14,6 +15,7 @@ from specjax.config import LlamaConfig, RopeConfig
 from specjax.engine import load as checkpoint
 from specjax.errors import SpecJAXError
 from support import folders
+from support.limits import limits
 
 LLAMA3 = {
     "factor": 8.0,
@@ -24,7 +26,7 @@ LLAMA3 = {
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-def refused(folder, *words):
+def check_rejected(folder, *words):
     """Loading and converting `folder` fail with one line that has all `words`, and nothing is
     written."""
     folder = pathlib.Path(folder)
@@ -65,7 +67,7 @@ def test_the_table_describes_the_same_parameters_as_the_model(config):
     assert {
         ".".join(map(str, parameter.path)): parameter.shape for parameter in table.parameters(cfg)
     } == expected
-    assert table.num_values(cfg) == sum(map(np.prod, expected.values()))
+    assert table.num_parameters(cfg) == sum(map(np.prod, expected.values()))
 
 
 def test_fused_layout(tmp_path):
@@ -125,6 +127,32 @@ def test_fused_layout(tmp_path):
             RopeConfig(7.0, "llama3", 8.0, 1.0, 4.0, 32),
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, RopeConfig(9.0)),
+        # Both fields: rope_scaling goes first if it is not empty, as in transformers 5.24.
+        (
+            {
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+            RopeConfig(500.0, "linear", 4.0),
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "llama3", **LLAMA3},
+                "rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 9.0},
+            },
+            RopeConfig(9.0, "linear", 4.0),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_scaling": {}},
+            RopeConfig(500.0, "linear", 2.0),
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+                "original_max_position_embeddings": 16,
+            },
+            RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 32),
+        ),
     ],
 )
 def test_rope_in_every_spelling(tmp_path, fields, rope):
@@ -137,7 +165,7 @@ def test_rope_in_every_spelling(tmp_path, fields, rope):
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope", "su", "made_up"])
 def test_unknown_rope_type(tmp_path, kind):
-    refused(
+    check_rejected(
         folders.write_folder(tmp_path / "hf", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}),
         "config.json",
         repr(kind),
@@ -169,9 +197,17 @@ def test_optional_fields(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["missing"]),
         ({"eos_token_id": "two"}, ["eos_token_id", "two"]),
         ({"architectures": "LlamaForCausalLM"}, ["'LlamaForCausalLM'"]),
-        ({"quantization_config": "x"}, ["wrong kind"]),
-        ({"rope_parameters": "linear"}, ["wrong kind"]),
-        ({"rope_theta": "abc"}, ["wrong kind", "abc"]),
+        ({"quantization_config": "x"}, ["invalid value"]),
+        ({"rope_parameters": "linear"}, ["invalid value"]),
+        ({"rope_theta": "abc"}, ["invalid value", "abc"]),
+        (
+            # transformers would take theta 500, the field's, and drop 9.
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 9.0},
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+            ["rope_parameters", "rope_scaling", "9.0", "500.0"],
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, ["factor", "finite"]),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
@@ -193,9 +229,9 @@ def test_optional_fields(tmp_path):
         ),
     ],
 )
-def test_configurations_that_are_refused(tmp_path, config, words):
+def test_configurations_that_are_rejected(tmp_path, config, words):
     arrays = folders.tensors({})
-    refused(folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
+    check_rejected(folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +242,7 @@ def test_a_missing_field_is_not_guessed(tmp_path, field):
     config = json.loads((folder / "config.json").read_text())
     del config[field]
     (folder / "config.json").write_text(json.dumps(config))
-    refused(folder, field, "missing")
+    check_rejected(folder, field, "missing")
 
 
 @pytest.mark.parametrize(
@@ -215,14 +251,16 @@ def test_a_missing_field_is_not_guessed(tmp_path, field):
 def test_corrupt_json(tmp_path, file):
     folder = folders.write_folder(tmp_path / "hf", shards=2)
     (folder / file).write_text('{"a": ')
-    refused(folder, file)
+    check_rejected(folder, file)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_missing_tensor(tmp_path, shards):
     arrays = folders.tensors({})
     del arrays[Q]
-    refused(folders.write_folder(tmp_path / "hf", arrays=arrays, shards=shards), Q, "missing")
+    check_rejected(
+        folders.write_folder(tmp_path / "hf", arrays=arrays, shards=shards), Q, "missing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,18 +268,18 @@ def test_missing_tensor(tmp_path, shards):
 )
 def test_surplus_tensor(tmp_path, name):
     arrays = folders.tensors({}) | {name: np.zeros(3, np.float32)}
-    refused(folders.write_folder(tmp_path / "hf", arrays=arrays), name, "surplus")
+    check_rejected(folders.write_folder(tmp_path / "hf", arrays=arrays), name, "surplus")
 
 
 def test_misshapen_tensor(tmp_path):
     arrays = folders.tensors({}) | {Q: np.zeros((16, 32), np.float32)}
-    refused(folders.write_folder(tmp_path / "hf", arrays=arrays), Q, "[16, 32]", "[32, 32]")
+    check_rejected(folders.write_folder(tmp_path / "hf", arrays=arrays), Q, "[16, 32]", "[32, 32]")
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float64])
 def test_dtype_that_is_not_supported(tmp_path, dtype):
     arrays = folders.tensors({}) | {Q: np.zeros((32, 32), dtype)}
-    refused(
+    check_rejected(
         folders.write_folder(tmp_path / "hf", arrays=arrays),
         Q,
         {np.int8: "I8", np.float64: "F64"}[dtype],
@@ -253,37 +291,37 @@ def test_truncated_file(tmp_path, keep):
     folder = folders.write_folder(tmp_path / "hf")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    refused(folder, path, "truncated")
+    check_rejected(folder, path, "truncated")
 
 
 def test_shards_and_index_must_agree(tmp_path):
     second = "model-00002-of-00002.safetensors"
     folder = folders.write_folder(tmp_path / "absent" / "hf", shards=2)
     (folder / second).unlink()
-    refused(folder, second, "not in the folder")
+    check_rejected(folder, second, "not in the folder")
 
     folder = folders.write_folder(tmp_path / "unlisted" / "hf", shards=2)
     index = json.loads((folder / hf.INDEX).read_text())["weight_map"]
     kept = {name: file for name, file in index.items() if file != second}
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": kept}))
-    refused(folder, second, "missing from the index")
+    check_rejected(folder, second, "missing from the index")
 
     folder = folders.write_folder(tmp_path / "no_index" / "hf", shards=2)
     (folder / hf.INDEX).unlink()
-    refused(folder, hf.INDEX)
+    check_rejected(folder, hf.INDEX)
 
     folder = folders.write_folder(tmp_path / "moved" / "hf", shards=2)
     other = ({"model-00001-of-00002.safetensors", second} - {index[Q]}).pop()
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": index | {Q: other}}))
-    refused(folder, Q)
+    check_rejected(folder, Q)
 
     folder = folders.write_folder(tmp_path / "outside" / "hf", shards=2)
     (folder / hf.INDEX).write_text(json.dumps({"weight_map": index | {Q: "../model.safetensors"}}))
-    refused(folder, Q, "../model.safetensors")
+    check_rejected(folder, Q, "../model.safetensors")
 
     (tmp_path / "none" / "hf").mkdir(parents=True)
     (tmp_path / "none" / "hf" / "config.json").write_text(json.dumps(folders.CONFIG))
-    refused(tmp_path / "none" / "hf", "no safetensors weights")
+    check_rejected(tmp_path / "none" / "hf", "no safetensors weights")
 
 
 def test_tied_models_may_carry_an_equal_head_only(tmp_path):
@@ -294,7 +332,7 @@ def test_tied_models_may_carry_an_equal_head_only(tmp_path):
     assert "lm_head_VD" not in checkpoint.load(folder).params
     equal["lm_head.weight"][-1, -1] += 1
     folder = folders.write_folder(tmp_path / "other" / "hf", config, equal)
-    refused(folder, "lm_head.weight", "tie_word_embeddings")
+    check_rejected(folder, "lm_head.weight", "tie_word_embeddings")
 
 
 def test_rotary_buffers_are_ignored(tmp_path):
@@ -321,9 +359,107 @@ def test_eos_is_a_union(tmp_path):
         assert (fields["bos_token_id"], fields["eos_token_id"]) == (None, None)
 
 
-def test_eos_ids_outside_of_the_vocabulary_are_dropped(tmp_path):
-    folder = folders.write_folder(tmp_path / "hf", {"eos_token_id": [-1, 7, 288]})
+def test_negative_eos_ids_mean_none(tmp_path):
+    folder = folders.write_folder(tmp_path / "hf", {"eos_token_id": [-1, 7]})
     assert checkpoint.open_source(folder).eos_ids == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("eos_id", "tokenizer", "words"),
+    [
+        (267, True, ["the tokenizer has 267 tokens"]),
+        (288, True, ["the tokenizer has 267 tokens"]),
+        (288, False, ["the model has 288 tokens"]),
+    ],
+)
+def test_an_eos_token_that_can_never_be_emitted_is_rejected(tmp_path, eos_id, tokenizer, words):
+    config = {"eos_token_id": [1, eos_id]}
+    folder = folders.write_folder(tmp_path / "hf", config, tokenizer=tokenizer)
+    check_rejected(folder, folder, f"token {eos_id} can never be emitted", *words)
+
+
+def test_an_eos_token_of_added_tokens_decoder_can_be_emitted(tmp_path):
+    folder = folders.write_folder(tmp_path / "hf", {"eos_token_id": 267})
+    added = {"267": {"content": "<|im_end|>", "special": True}}
+    folders.write_tokenizer(folder, added_tokens_decoder=added)
+    checkpoint.convert(folder, tmp_path / "ours")
+    checkpoint.export(tmp_path / "ours", tmp_path / "back")
+    for name in ("hf", "ours", "back"):
+        model = checkpoint.load(tmp_path / name)
+        assert model.tokenizer.encode("<|im_end|>") == [0, 267]
+        assert (model.eos_ids, model.num_valid_tokens) == ((1, 267), 268)
+
+
+def safetensors_file(header, size=0):
+    """A file with this header and `size` bytes of data."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(size)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        (2**60).to_bytes(8, "little"),
+        (90 * 10**6).to_bytes(8, "little") + b"{}",
+        safetensors_file({Q: {"dtype": "F32", "shape": [2**60], "data_offsets": [0, 2**62]}}),
+        safetensors_file({Q: {"dtype": "F32", "shape": [2**60], "data_offsets": [0, 4]}}, 4),
+        safetensors_file({Q: {"dtype": "F32", "shape": [2**40] * 9, "data_offsets": [0, 4]}}, 4),
+    ],
+    ids=["header", "header of 90 MB", "data", "shape", "product of a shape"],
+)
+def test_sizes_in_safetensors_headers_are_compared_with_the_file(tmp_path, content):
+    folder = folders.write_folder(tmp_path / "hf")
+    (folder / "model.safetensors").write_bytes(content)
+    with limits():
+        check_rejected(folder, "model.safetensors", "truncated or not a safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("num_hidden_layers", ["50000000 layers", "21 tensors"]),
+        ("vocab_size", ["lm_head", "[288, 32]"]),
+        ("hidden_size", ["lm_head", "[288, 32]"]),
+        ("intermediate_size", ["down_proj", "[32, 64]"]),
+        ("num_attention_heads", ["o_proj", "[32, 32]"]),
+    ],
+)
+def test_sizes_in_config_json_are_compared_with_the_tensors(tmp_path, field, words):
+    config = {field: 5 * 10**7}
+    folder = folders.write_folder(tmp_path / "hf", config, folders.tensors({}))
+    with limits():
+        check_rejected(folder, *words)
+
+
+def test_the_number_of_parameters_is_counted_without_a_table():
+    config = LlamaConfig(32, 16, 24, 5 * 10**7, 6, 2, 8)
+    with limits():
+        layers = table.num_parameters(config) - table.num_parameters(
+            dataclasses.replace(config, num_layers=1)
+        )
+    per_layer = 16 * (6 + 2 + 2 + 6) * 8 + 3 * 16 * 24 + 2 * 16
+    assert layers == (5 * 10**7 - 1) * per_layer
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors", hf.INDEX, "generation_config.json"]
+)
+def test_dangling_links_are_named(tmp_path, file):
+    """As in a cache of the Hugging Face hub whose blobs were deleted."""
+    folder = folders.write_folder(tmp_path / "hf")
+    if file == hf.INDEX:
+        (folder / "model.safetensors").unlink()
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).symlink_to("../blobs/gone")
+    check_rejected(folder, folder / file, "is a link to ../blobs/gone, which does not exist")
+
+
+def test_a_dangling_link_to_a_shard_is_named(tmp_path):
+    folder = folders.write_folder(tmp_path / "hf", shards=2)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to("../blobs/gone")
+    check_rejected(folder, shard, "is a link to ../blobs/gone, which does not exist")
 
 
 def test_dtypes_of_loaded_parameters(tmp_path):

@@ -21,7 +21,7 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
     assert "drafts accepted" in capsys.readouterr().out
-    drafter = blocks[2].split("def similar")[1].split("result =")[0].strip()
+    drafter = blocks[2].split("class Similar")[1].split("result =")[0].strip()
     assert len(drafter.splitlines()) < 30, "the README promises a drafter in fewer lines"
 
 

@@ -52,7 +52,8 @@ def params(B, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0):
 
 
 def test_temperature_comes_before_top_p():
-    """After it, a nucleus of 0.8 of the distribution at temperature 1 would hold two tokens, not three."""
+    """After it, a nucleus of 0.8 of the distribution at temperature 1 would hold two tokens, not
+    three."""
     probs_BTV = PROBABILITIES(
         jnp.array([[[3.0, 2.0, 1.0, 0.0]]]), params(1, temperature=2.0, top_p=0.8)
     )

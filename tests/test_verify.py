@@ -1,5 +1,5 @@
-"""The ways of verifying, against plain draws. Their distribution, and the passes that they make, are tested
-in tests/kernels."""
+"""The ways of verifying, against plain draws. Their distribution, and the passes that they make,
+are tested in tests/kernels."""
 
 import jax
 import jax.numpy as jnp

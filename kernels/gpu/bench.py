@@ -177,7 +177,7 @@ def interpreted() -> Iterator[None]:
     attention = functools.partial(attention_kernel.paged_attention, **options)
     passes = {
         name: functools.partial(getattr(verify_kernel, name), **options)
-        for name in ("scan", "residual")
+        for name in ("sample_pass", "residual_pass")
     }
     with (
         dispatch.compiling_for(dispatch.HOPPER),

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
 
 
 def write_with_progress(
-    write: Callable[..., table.Opened], source: str, output: str, dtype: str | None
+    write: Callable[..., table.CheckpointReader], source: str, output: str, dtype: str | None
 ) -> None:
     """Converts or exports with a progress bar on a terminal, and prints what was written.
 

@@ -96,7 +96,7 @@ def define_target(text: str = TARGET_HELP) -> None:
 
 
 def define_decoding_flags(
-    drafter: str = "ngram", several_drafters: bool = False, draft_length: bool = True
+    drafter: str = registry.DEFAULT, several_drafters: bool = False, draft_length: bool = True
 ) -> None:
     """Defines the flags that `decoding` reads.
 

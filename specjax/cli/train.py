@@ -300,7 +300,7 @@ def _shape(target):
     return init_head.config(target, aux_layers, FLAGS.num_draft_tokens)
 
 
-def _open(paths: list[str], opened: table.Opened) -> data.Dataset:
+def _open(paths: list[str], opened: table.CheckpointReader) -> data.Dataset:
     """Rows of folders and files."""
     folders = [pathlib.Path(path) for path in paths if pathlib.Path(path).is_dir()]
     texts = [path for path in paths if not pathlib.Path(path).is_dir()]

@@ -26,6 +26,7 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.first_of import FirstOf
 from specjax.errors import SpecJAXError
 
+DEFAULT = "ngram"  # the drafter of commands and functions that are not given one
 NOT_DRAFTERS = ("base", "registry", "first_of")
 
 

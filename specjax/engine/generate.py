@@ -50,7 +50,7 @@ def default_num_speculative_tokens(drafter: str) -> int:
 
 def generate(
     target: Model,
-    drafter: str | Drafter = "ngram",
+    drafter: str | Drafter = registry.DEFAULT,
     prompts: Sequence[Prompt] = (),
     *,
     draft: LoadedDraft | None = None,

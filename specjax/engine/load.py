@@ -63,7 +63,9 @@ class Model:
     @property
     def num_valid_tokens(self) -> int:
         """Number of ids that the model may emit; ids from there on pad the embedding."""
-        return _num_valid_tokens(self.config, self.tokenizer)
+        if self.tokenizer is None:
+            return self.config.vocab_size
+        return min(self.tokenizer.vocab_size, self.config.vocab_size)
 
     def runtime(self, page_size: int = 64, implementation: str | None = None) -> Runtime:
         """Returns how this model runs; see `config.Runtime`."""
@@ -95,35 +97,13 @@ class LoadedDraft(Protocol):
 # --- Models ---------------------------------------------------------------------------------------
 
 
-def open_source(path: str | os.PathLike) -> table.Opened:
+def open_source(path: str | os.PathLike) -> table.CheckpointReader:
     """Checks a checkpoint of any format by its headers, without reading its data.
-
-    EOS ids outside the vocabulary are dropped: some configurations use -1 for "none".
 
     Raises:
       SpecJAXError: for a checkpoint that cannot be used, naming the file or tensor at fault.
     """
     source = files.expand(path)
-    opened = _open(source)
-    vocab_size = opened.config.vocab_size
-    eos_ids = tuple(token for token in opened.eos_ids if 0 <= token < vocab_size)
-    num_valid = _num_valid_tokens(opened.config, opened.tokenizer)
-    for token in eos_ids:
-        if token >= num_valid:
-            raise SpecJAXError(
-                f"{source}: the end-of-sequence id {token} can never be emitted; the tokenizer's "
-                f"ids range from 0 to {num_valid - 1}"
-            )
-    return opened._replace(eos_ids=eos_ids)
-
-
-def _num_valid_tokens(config: LlamaConfig, tokenizer: Tokenizer | None) -> int:
-    if tokenizer is None:
-        return config.vocab_size
-    return min(tokenizer.vocab_size, config.vocab_size)
-
-
-def _open(source: pathlib.Path) -> table.Opened:
     if not files.exists(source):
         raise SpecJAXError(f"{source} does not exist")
     if source.is_file() and source.suffix == ".gguf":
@@ -169,22 +149,24 @@ def load(
         raise SpecJAXError(
             f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR"
         )
-    opened = open_source(source)
-    parallel.check_shardable(opened.config, parallel.degree(mesh, role), role)
-    return _read(opened, source, dtype, mesh, role)
+    reader = open_source(source)
+    parallel.check_shardable(reader.config, parallel.degree(mesh, role), role)
+    return _read(reader, source, dtype, mesh, role)
 
 
-def _read(opened: table.Opened, source: pathlib.Path, dtype, mesh: Mesh | None, role: str) -> Model:
+def _read(
+    reader: table.CheckpointReader, source: pathlib.Path, dtype, mesh: Mesh | None, role: str
+) -> Model:
     if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else opened.dtype
+        dtype = "float32" if jax.default_backend() == "cpu" else reader.dtype
     name = dtypes.dtype_name(dtype)
-    params = llama.abstract_params(opened.config, dtypes.DTYPES[name])
+    params = llama.abstract_params(reader.config, dtypes.DTYPES[name])
     if mesh is None:
         default_device = jax.device_put(0).sharding
         shardings = jax.tree.map(lambda _: default_device, params)
     else:
         shardings = parallel.shardings(params, mesh, role)
-    for path, array in opened.parameters(name, shardings):
+    for path, array in reader.parameters(name, shardings):
         *parents, leaf = path
         branch = table.leaf(params, parents)
         expected = branch[leaf]
@@ -192,7 +174,7 @@ def _read(opened: table.Opened, source: pathlib.Path, dtype, mesh: Mesh | None, 
         # Waits, so that not more than one parameter is in host memory.
         branch[leaf] = jax.block_until_ready(array)
     assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(params))
-    return Model(opened.config, params, opened.tokenizer, opened.eos_ids, str(source), mesh)
+    return Model(reader.config, params, reader.tokenizer, reader.eos_ids, str(source), mesh)
 
 
 def convert(
@@ -200,7 +182,7 @@ def convert(
     output: str | os.PathLike,
     dtype=None,
     progress: Callable[[int, int], None] | None = None,
-) -> table.Opened:
+) -> table.CheckpointReader:
     """Writes any checkpoint as our Orbax folder.
 
     Peak host memory is a layer or the embedding, whichever is larger.
@@ -227,7 +209,7 @@ def export(
     output: str | os.PathLike,
     dtype=None,
     progress: Callable[[int, int], None] | None = None,
-) -> table.Opened:
+) -> table.CheckpointReader:
     """Writes any checkpoint as a Hugging Face folder, with safetensors in shards of 5 GB.
 
     In the stored dtype, every tensor equals that of the converted source bit for bit. Arguments and
@@ -251,18 +233,18 @@ def save(output: str | os.PathLike, model: Model) -> None:
             yield parameter.path, table.cast(array, dtype, name)
 
     dtype = dtypes.dtype_name(model.dtype)
-    opened = table.Opened(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
+    reader = table.CheckpointReader(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
     with files.new_folder(output) as folder:
-        orbax.write_folder(folder, opened, dtype)
+        orbax.write_folder(folder, reader, dtype)
 
 
-def _write(writer: ModuleType, source, output, dtype, progress) -> table.Opened:
+def _write(writer: ModuleType, source, output, dtype, progress) -> table.CheckpointReader:
     files.check_not_exists(output)
-    opened = open_source(source)
-    name = opened.dtype if dtype is None else dtypes.dtype_name(dtype)
+    reader = open_source(source)
+    name = reader.dtype if dtype is None else dtypes.dtype_name(dtype)
     with files.new_folder(output) as folder:
-        writer.write_folder(folder, opened, name, progress)
-    return opened._replace(dtype=name)
+        writer.write_folder(folder, reader, name, progress)
+    return reader._replace(dtype=name)
 
 
 # --- Drafts ---------------------------------------------------------------------------------------
@@ -299,7 +281,7 @@ def load_drafter(name: str, path: str | os.PathLike | None, target: Model) -> Lo
 def check_drafter(
     name: str,
     path: str | os.PathLike | None,
-    target: Model | table.Opened,
+    target: Model | table.CheckpointReader,
     mesh: Mesh | None = None,
 ) -> None:
     """Checks by headers alone that `load_drafter` can load a draft.
@@ -341,7 +323,9 @@ def _draft_module(name: str) -> ModuleType | None:
 # --- Do target and draft fit together? ------------------------------------------------------------
 
 
-def check_same_vocabulary(target: Model | table.Opened, draft: Model | table.Opened) -> None:
+def check_same_vocabulary(
+    target: Model | table.CheckpointReader, draft: Model | table.CheckpointReader
+) -> None:
     """Checks that a token id means the same to both models.
 
     The sizes must agree, padding included. If both have tokenizers, every token must have the same
@@ -386,7 +370,9 @@ def _special_tokens(tokenizer: Tokenizer) -> set[str]:
     return {token.content for token in added if token.special}
 
 
-def _other_differences(target: Model | table.Opened, draft: Model | table.Opened) -> list[str]:
+def _other_differences(
+    target: Model | table.CheckpointReader, draft: Model | table.CheckpointReader
+) -> list[str]:
     """Describes what a draft model was trained to see differently."""
     found = []
     target_template, draft_template = (model.tokenizer.chat_template for model in (target, draft))

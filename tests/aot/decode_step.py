@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
 from specjax import decode, llama
-from specjax.config import LlamaConfig
-from specjax.decode import DecodeConfig
+from specjax.config import LlamaConfig, Runtime
+from specjax.decode import DecodeConfig, RequestArrays
 from specjax.drafters import eagle, registry
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
@@ -123,14 +123,15 @@ def arguments(name: str):
     drafter, mode, filters, kernels = PROGRAMS[name]
     draft_params = None
     if drafter == "draft_model":
-        drafter = registry.make(drafter, K, TARGET, DRAFT, implementation="mosaic_gpu")
+        drafter = registry.make(drafter, K, TARGET, DRAFT)
         draft_params = llama.abstract_params(DRAFT, jnp.bfloat16)
     elif drafter == "eagle":
-        drafter = registry.make(drafter, K, TARGET, HEAD, implementation="mosaic_gpu")
+        drafter = registry.make(drafter, K, TARGET, HEAD)
         draft_params = eagle.abstract_params(HEAD, jnp.bfloat16)
     elif drafter:
         drafter = registry.make(drafter, K, TARGET)
-    config = DecodeConfig(TARGET, drafter, verify=mode, implementation="mosaic_gpu")
+    runtime = Runtime(jnp.bfloat16, implementation="mosaic_gpu")
+    config = DecodeConfig(TARGET, drafter, verify=mode, runtime=runtime)
     params = llama.abstract_params(TARGET, jnp.bfloat16)
     ids = lambda *shape: Shape(shape, jnp.int32)  # noqa: E731
     rows = Shape((B,), jnp.float32)
@@ -144,10 +145,7 @@ def arguments(name: str):
         params,
         draft_params,
         ids(B, S),
-        ids(B),
-        ids(B),
-        ids(B, 3),
-        sampling,
+        RequestArrays(ids(B), ids(B), ids(B, 3), sampling),
     )
     return config, (params, draft_params, state), kernels
 

@@ -79,8 +79,8 @@ def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathl
     runs = _runs(folder, (name,) if "PYTEST_XDIST_WORKER" in os.environ else tuple(COMMANDS))
     if not runs:
         pytest.fail(
-            "nothing here compiles for an absent GPU: run `make test`, which installs what that takes and "
-            f"says where it is in {PACKAGES}, or install the extra 'aot'"
+            "nothing here compiles for an absent GPU: run `make test`, which installs what that "
+            f"takes and says where it is in {PACKAGES}, or install the extra 'aot'"
         )
     return runs[name], folder / name
 

@@ -24,8 +24,8 @@ from jax import ShapeDtypeStruct as Shape
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax import decode, llama, parallel
-from specjax.config import LlamaConfig
-from specjax.decode import DecodeConfig
+from specjax.config import LlamaConfig, Runtime
+from specjax.decode import DecodeConfig, RequestArrays
 from specjax.drafters import registry
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
@@ -114,10 +114,9 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
         DEVICES, setup.draft_degree, devices=list(aot.mesh(setup.gpu, DEVICES).devices.flat)
     )
     with dispatch.compiling_for(setup.capability):
-        drafter = registry.make(
-            "draft_model", K, target, draft, implementation=setup.implementation
-        )
-        config = DecodeConfig(target, drafter, implementation=setup.implementation, mesh=mesh)
+        drafter = registry.make("draft_model", K, target, draft)
+        runtime = Runtime(jnp.bfloat16, implementation=setup.implementation, mesh=mesh)
+        config = DecodeConfig(target, drafter, runtime=runtime)
         params, draft_params = (
             llama.abstract_params(model, jnp.bfloat16) for model in (target, draft)
         )
@@ -130,10 +129,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
             params,
             draft_params,
             ids(B, setup.S),
-            ids(B),
-            ids(B),
-            ids(B, 3),
-            sampling,
+            RequestArrays(ids(B), ids(B), ids(B, 3), sampling),
         )
         args = params, draft_params, state = jax.tree.map(
             lambda x, spec: Shape(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
@@ -271,8 +267,9 @@ def exchanges(program: Program) -> list[str]:
     )
     if large != expected:
         wrong.append(f"large arrays are exchanged {dict(large)} times, not {dict(expected)}")
-    # For each draft its token, and where the vocabulary is split its distribution; of the target the distributions,
-    # the probabilities of the drafts, and those of the drafter; the race for the last token.
+    # For each draft its token, and where the vocabulary is split its distribution; of the target
+    # the distributions, the probabilities of the drafts, and those of the drafter; the race for the
+    # last token.
     if not 0 < small <= setup.K * (2 if setup.draft_degree > 1 else 1) + 1 + 1 + setup.K + 1:
         wrong.append(f"{small} small arrays are exchanged: {program.exchanged()}")
     return wrong
@@ -341,8 +338,9 @@ def full() -> int:
     """Compiles all layers; returns the exit code."""
     wrong = []
     print(
-        "| target | implementation | draft split over | compiled in | arguments per device | by arithmetic |"
-        " temporary | all-reduces of activations |\n|---|---|---:|---:|---:|---:|---:|---:|",
+        "| target | implementation | draft split over | compiled in | arguments per device |"
+        " by arithmetic | temporary | all-reduces of activations |\n"
+        "|---|---|---:|---:|---:|---:|---:|---:|",
         flush=True,
     )
     for name, setup in FULL.items():
@@ -354,8 +352,9 @@ def full() -> int:
             shape for op, shape in program.exchanged() if op == "all-reduce" and shape[-1] >= 4096
         ]
         print(
-            f"| {DEVICES} {setup.gpu} | {setup.implementation} | {setup.draft_degree} | {facts['seconds']:.0f} s |"
-            f" {facts['argument_bytes'] / 1e9:.2f} GB | {argument_bytes(setup) / 1e9:.2f} GB |"
+            f"| {DEVICES} {setup.gpu} | {setup.implementation} | {setup.draft_degree} |"
+            f" {facts['seconds']:.0f} s | {facts['argument_bytes'] / 1e9:.2f} GB |"
+            f" {argument_bytes(setup) / 1e9:.2f} GB |"
             f" {facts['temporary_bytes'] / 1e6:.1f} MB | {len(reduces)} |",
             flush=True,
         )

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from specjax import parallel, verify
 from specjax import sampling as sampling_lib
-from specjax import verify
+from specjax.config import Runtime
+from specjax.drafters.base import Draft
 from specjax.kernels import dispatch
 from specjax.kernels import sampling as kernels
 from specjax.kernels.gpu import bench
@@ -29,6 +31,8 @@ from specjax.sampling import SamplingArrays, Stream
 from specjax.verify import METHODS
 
 LAST = np.nextafter(np.float32(1), np.float32(0))
+# By how much, relatively, float32 logarithms of probabilities may move the quotient of two.
+PRECISION = 4e-6
 EXPONENTIAL = jax.jit(noise.exponential)
 
 
@@ -48,13 +52,25 @@ def product(implementation: str) -> SimpleNamespace:
     def passes():
         return dispatch.module(kernels.__name__, implementation)
 
+    def reject(target, argmax_BT, draft_BM, count_B, distributions, *noise, num_valid=None):
+        runtime = Runtime(implementation=implementation, num_valid_tokens=num_valid)
+        draft = Draft(draft_BM, count_B, distributions=distributions)
+        return verify.reject(runtime, target, argmax_BT, draft, *noise)
+
+    def residual(target, q, *args, num_valid):
+        """`q` is the drafts' distributions, or the token that it is one-hot on."""
+        is_sampled = isinstance(q, tuple)
+        draft_B = jnp.zeros_like(args[0]) if is_sampled else q
+        parts = passes().residual_pass(
+            target, q if is_sampled else None, draft_B, None, *args, num_valid
+        )
+        return join_residuals(parts)
+
     return SimpleNamespace(
-        draw=traced(functools.partial(kernels.draw, implementation=implementation)),
-        reject=traced(functools.partial(kernels.reject, implementation=implementation)),
-        scan=traced(lambda *args, num_valid: passes().scan(*args, num_valid)),
-        residual=traced(
-            lambda *args, num_valid: join_residuals(passes().residual(*args, num_valid))
-        ),
+        sample=traced(functools.partial(kernels.sample_pass, implementation=implementation)),
+        reject=traced(reject),
+        stats=traced(lambda *args, num_valid: passes().sample_pass(*args, num_valid)),
+        residual=traced(residual),
     )
 
 
@@ -77,7 +93,7 @@ def softmax(logits_V, temperature, threshold=-np.inf):
 
 
 def winner(weight_V, key_2):
-    """The token of the largest weight / noise in float64, and whether nothing else comes near it."""
+    """The token of the largest weight / noise in float64, and whether it is a clear winner."""
     noise_V = np.asarray(
         EXPONENTIAL(*map(jnp.int32, key_2), jnp.arange(len(weight_V), dtype=jnp.int32))
     )
@@ -126,7 +142,7 @@ class Round:
             else (self.logits_BTV, self.threshold_BT, self.key_BT2)
         )
         logits, threshold, key = map(jnp.asarray, arrays)
-        return self.passes.draw(
+        return self.passes.sample(
             logits, self.temperature_B, threshold, key if keys else None, num_valid=self.valid
         )
 
@@ -244,9 +260,9 @@ class TestPasses:
         logits_BTV[:, :, ::2] = -np.inf
         logits_BTV[32:, :, [5, 77]] = np.inf
         keys_BT2 = np.arange(128, dtype=np.int32).reshape(64, 1, 2)
-        token_BT, _ = passes.draw(logits_BTV, np.ones(64, np.float32), None, keys_BT2)
+        token_BT, _ = passes.sample(logits_BTV, np.ones(64, np.float32), None, keys_BT2)
         assert (token_BT[:32] % 2 == 1).all() and set(np.asarray(token_BT[32:, 0])) == {5, 77}
-        greedy_BT, _ = passes.draw(logits_BTV, None, None, None)
+        greedy_BT, _ = passes.sample(logits_BTV, None, None, None)
         assert set(np.asarray(greedy_BT[:32, 0])) == {1} and set(np.asarray(greedy_BT[32:, 0])) == {
             5
         }
@@ -255,7 +271,7 @@ class TestPasses:
         logits_BTV = np.zeros((2, 2, 4500), np.float32)
         logits_BTV[0, 0, [7, 8, 3000]] = logits_BTV[0, 1, [2100, 2300]] = 5
         logits_BTV[1, 0, 4400:] = logits_BTV[1, 1, 2047:2049] = 2
-        token_BT, distribution = passes.draw(logits_BTV, None, None, None)
+        token_BT, distribution = passes.sample(logits_BTV, None, None, None)
         assert token_BT.tolist() == [[7, 2100], [4400, 2047]]
         assert distribution.total_BT is None
 
@@ -272,7 +288,7 @@ class TestPasses:
         )
         shards = [
             join_stats(
-                passes.scan(
+                passes.stats(
                     logits_RV[:, first : first + 1000],
                     temperature_R,
                     threshold_R,
@@ -288,7 +304,7 @@ class TestPasses:
         joined = join_stats(
             jax.tree.map(lambda *x: jnp.stack(x, axis=-1), *shards), temperature_R, True
         )
-        whole = product("xla").scan(
+        whole = product("xla").stats(
             logits_RV, temperature_R, threshold_R, key_R2, jnp.int32(0), num_valid=2990
         )
         whole = join_stats(whole, temperature_R, True)
@@ -301,7 +317,7 @@ class TestPasses:
         distribution stays p."""
         logits_BTV = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 300)), jnp.float32)
         temperature_B, key_BT2 = jnp.ones(4), jnp.arange(16, dtype=jnp.int32).reshape(4, 2, 2)
-        distribution = passes.draw(logits_BTV, temperature_B, None, None)[1]
+        distribution = passes.sample(logits_BTV, temperature_B, None, None)[1]
         race = passes.residual(
             distribution,
             apart(distribution),
@@ -313,7 +329,7 @@ class TestPasses:
             num_valid=300,
         )
         assert not race.mass.any()
-        own_B1, _ = passes.draw(logits_BTV[:, :1], temperature_B, None, key_BT2[:, :1])
+        own_B1, _ = passes.sample(logits_BTV[:, :1], temperature_B, None, key_BT2[:, :1])
         np.testing.assert_array_equal(race.target_token, own_B1[:, 0])
 
 
@@ -349,21 +365,26 @@ def test_a_mesh_gives_what_one_device_gives(shards, mode):
     )
     position_B = jnp.arange(B) + 5
 
-    def verify_round(logits_BTV, draft_logits_BMV, axis_name=None):
-        options = dict(num_valid=V - 7, axis_name=axis_name)
+    mesh = parallel.make_mesh(shards, devices=jax.devices()[:shards])
+    vocabulary_axes = parallel.model_axes(mesh, "target")
+
+    def verify_round(logits_BTV, draft_logits_BMV, mesh=None):
+        runtime = Runtime(num_valid_tokens=V - 7, mesh=mesh)
+        axes = parallel.model_axes(mesh, "target")
         stream = Stream.DRAFT if mode == "rejection" else Stream.TARGET
         position_BM = position_B[:, None] + jnp.arange(K)
-        draft_BM, q = sampling_lib.draw(draft_logits_BMV, sampling, position_BM, stream, **options)
-        return draft_BM, *verify.verify(
-            mode, logits_BTV, draft_BM, case.count_B, apart(q), sampling, position_B, **options
+        draft_BM, q = sampling_lib.sample(
+            runtime, draft_logits_BMV, sampling, position_BM, stream, axes
         )
+        draft = Draft(draft_BM, case.count_B, distributions=apart(q))
+        verified = verify.verify(mode, runtime, logits_BTV, draft, sampling, position_B)
+        return draft_BM, *verified
 
     def on_mesh(function):
-        mesh = Mesh(np.array(jax.devices()[:shards]), ("tp",))
-        split = PartitionSpec(None, None, "tp")
+        split = PartitionSpec(None, None, vocabulary_axes)
         return jax.jit(
             jax.shard_map(
-                functools.partial(function, axis_name="tp"),
+                functools.partial(function, mesh=mesh),
                 mesh=mesh,
                 in_specs=(split, split),
                 out_specs=PartitionSpec(),
@@ -378,42 +399,38 @@ def test_a_mesh_gives_what_one_device_gives(shards, mode):
     bound = B * (K + 1) * shards * 4  # what `partial.SoftmaxStats` holds
     assert 0 < largest_collective(sharded.as_text()) <= bound < B * V // shards
 
-    def gathers(logits_BTV, draft_logits_BMV, axis_name):
-        everything = jax.lax.all_gather(logits_BTV, axis_name)
-        return verify_round(logits_BTV + everything.max() * 0, draft_logits_BMV, axis_name)
+    def gathers(logits_BTV, draft_logits_BMV, mesh):
+        everything = jax.lax.all_gather(logits_BTV, vocabulary_axes)
+        return verify_round(logits_BTV + everything.max() * 0, draft_logits_BMV, mesh)
 
     assert largest_collective(on_mesh(gathers).lower(*arrays).compile().as_text()) > bound
 
 
-@pytest.mark.parametrize("wrong", ["draft_logits", "temperature", "u", "keys"])
+@pytest.mark.parametrize("wrong", ["draft_logits", "temperature", "keys"])
 def test_shapes_that_do_not_fit_are_refused(wrong):
     """In a kernel they would read what lies elsewhere."""
     case = Round(product("xla"), 64)
-    argmax_BT, distribution = case.draw(keys=False)
-    draft_BM, draft_distribution = case.draw(draft=True)
-    draft_distribution = apart(draft_distribution)
-    arguments = dict(temperature_B=case.temperature_B, u_BM=case.u_BM, key_BT2=case.key_BT2)
+    B = case.shape[0]
+    _, target = case.draw(keys=False)
+    draft_BM, q = case.draw(draft=True)
+    distributions, temperature_B, key_B2 = apart(q), case.temperature_B, case.key_BT2[:, 0]
     if wrong == "draft_logits":
-        draft_distribution = (
-            *draft_distribution[:-1],
-            draft_distribution[-1]._replace(logits_BTV=draft_distribution[-1].logits_BTV[..., :-1]),
-        )
+        last = distributions[-1]
+        short = last._replace(logits_BTV=last.logits_BTV[..., :-1])
+        distributions = (*distributions[:-1], short)
+    elif wrong == "temperature":
+        temperature_B = temperature_B[:-1]
     else:
-        name = {"temperature": "temperature_B", "u": "u_BM", "keys": "key_BT2"}[wrong]
-        arguments[name] = arguments[name][:-1]
-    with pytest.raises(ValueError, match=r"has the shape .*, and here it must be"):
-        kernels.reject(
-            distribution,
-            argmax_BT,
-            draft_BM,
-            case.count_B,
-            draft_distribution,
-            implementation="xla",
-            **arguments,
+        key_B2 = key_B2[:-1]
+    row_B, subtract_B = jnp.zeros(B, jnp.int32), jnp.ones(B, bool)
+    arguments = row_B, subtract_B, temperature_B, key_B2
+    with pytest.raises(ValueError, match=r"has the shape .*, expected"):
+        kernels.residual_pass(
+            target, draft_BM, distributions, None, *arguments, implementation="xla"
         )
 
 
-# ---- The distribution of what rejection emits, added up exactly over every draft and every way of accepting
+# ---- The distribution of what rejection emits, added up exactly over every draft and every way of
 
 
 def random_distribution(rng, V):
@@ -430,8 +447,8 @@ def one_hot(rng, V):
     return np.eye(V, dtype=np.float32)[rng.integers(V)]
 
 
-# How the target's distribution p and the drafter's q of a context are made. Without q, the drafter's guess
-# is certain.
+# How the target's distribution p and the drafter's q of a context are made. Without q, the
+# drafter's guess is certain.
 KINDS = {
     "random": (random_distribution, random_distribution),
     "q has zeros": (random_distribution, with_zeros),
@@ -448,8 +465,8 @@ KINDS = {
 
 
 class Acceptance:
-    """`reject` for given distributions p `[D, T, V]` and q `[D, K, V]` (or None), at temperature 1, on the
-    given passes."""
+    """`reject` for given distributions p `[D, T, V]` and q `[D, K, V]` (or None), at temperature 1,
+    on the given passes."""
 
     def __init__(self, passes, probs_DTV, draft_DM, count_D, q_DMV):
         self.passes, self.draft_DM, self.count_D = (
@@ -457,6 +474,8 @@ class Acceptance:
             jnp.asarray(draft_DM),
             jnp.asarray(count_D),
         )
+        self.probs_DTV = np.asarray(probs_DTV, np.float64)
+        self.q_DMV = None if q_DMV is None else np.asarray(q_DMV, np.float64)
         D, self.T, self.V = probs_DTV.shape
         self.temperature_D = jnp.ones(D)
         self.argmax_DT, self.p = self._distribution(probs_DTV)
@@ -464,11 +483,11 @@ class Acceptance:
 
     def _distribution(self, distribution):
         with np.errstate(divide="ignore"):
-            return self.passes.draw(np.log(distribution), self.temperature_D, None, None)
+            return self.passes.sample(np.log(distribution), self.temperature_D, None, None)
 
     def accepted(self, u_DM):
-        """From the distributions' statistics, which come from the passes; the residual's pass, which has no
-        part in it, is left to the reference."""
+        """From the distributions' statistics, which come from the passes; the residual's pass,
+        which has no part in it, is left to the reference."""
         key_DT2 = np.zeros((*self.argmax_DT.shape, 2), np.int32)
         return np.asarray(
             product("xla").reject(
@@ -484,8 +503,8 @@ class Acceptance:
         )
 
     def residual(self, n_D):
-        """The distribution that the next token is drawn from after n accepted drafts, `[D, V]`: one shard
-        per token, whose mass is the weight that the pass gave to that token."""
+        """The distribution that the next token is drawn from after n accepted drafts, `[D, V]`: one
+        shard per token, whose mass is the weight that the pass gave to that token."""
         n_D = jnp.asarray(n_D)
         guess_D = jnp.take_along_axis(self.draft_DM, jnp.minimum(n_D, self.T - 2)[:, None], axis=1)[
             :, 0
@@ -520,32 +539,45 @@ class Acceptance:
         return np.where(mass_DV.sum(1, keepdims=True) > 0, mass_DV, own_DV)
 
     def probabilities(self):
-        """P(draft i is accepted | those before it are), from the product's answers alone, float64
-        `[D, K]`.
+        """Probability that draft i is accepted if those before it are, float64 `[D, K]`.
 
-        Acceptance is monotone in its uniform: its threshold is found by bisection, with the
-          uniforms before it at 0.
+        Draft i is accepted where its uniform is below a threshold, which should be min(1, p / q).
+        The product runs with a uniform just below that and with one just above it, those before it
+        being 0: it must accept at the first and reject at the second.
         """
         D, K = self.draft_DM.shape
-        threshold_DM = np.zeros((D, K))
+        ratio_DM = self.ratios()
+        reached_D = np.ones(D, bool)  # drafts that cannot come are rejected even at 0
         for i in range(K):
-            low_D, high_D = np.zeros(D, np.float32), np.ones(D, np.float32)
-            for _ in range(30):
-                u_DM = np.zeros((D, K), np.float32)
-                u_DM[:, i] = (low_D + high_D) / 2
-                ok_D = self.accepted(u_DM) > i
-                low_D, high_D = (
-                    np.where(ok_D, u_DM[:, i], low_D),
-                    np.where(ok_D, high_D, u_DM[:, i]),
-                )
-            threshold_DM[:, i] = high_D  # 1 where every uniform is accepted
-            threshold_DM[low_D == 0, i] = 0  # where none is
-        return threshold_DM
+            ratio_D = ratio_DM[:, i]
+            reached_D &= i < np.asarray(self.count_D)
+            below_DM, above_DM = np.zeros((2, D, K), np.float32)
+            below_DM[:, i] = np.minimum(ratio_D * (1 - PRECISION), 1 - PRECISION)
+            above_DM[:, i] = np.minimum(ratio_D * (1 + PRECISION), LAST)
+            accepted_below_D = self.accepted(below_DM) > i
+            accepted_above_D = self.accepted(above_DM) > i
+            np.testing.assert_array_equal(accepted_below_D, reached_D & (ratio_D > 0))
+            # No uniform is above a threshold of 1. Where p and q are equal, rounding decides at
+            # LAST.
+            sure_D = abs(ratio_D - 1) > 2 * PRECISION
+            expected_D = reached_D & (ratio_D > 1)
+            np.testing.assert_array_equal(accepted_above_D[sure_D], expected_D[sure_D])
+            reached_D &= ratio_D > 0
+        return np.minimum(ratio_DM, 1)
+
+    def ratios(self):
+        """p / q of every draft from the distributions themselves, 0 where q is 0, in float64."""
+        draft_DM1 = np.asarray(self.draft_DM)[..., None]
+        p_DM = np.take_along_axis(self.probs_DTV[:, :-1], draft_DM1, axis=2)[..., 0]
+        q_DM = np.ones_like(p_DM)
+        if self.q_DMV is not None:
+            q_DM = np.take_along_axis(self.q_DMV, draft_DM1, axis=2)[..., 0]
+        return np.divide(p_DM, q_DM, out=np.zeros_like(p_DM), where=q_DM > 0)
 
 
 def emitted_distribution(passes, p, q, V, K, count):
-    """Joint distribution of the K + 1 tokens that follow a context, where the first come from one round and
-    the rest from p."""
+    """Joint distribution of the K + 1 tokens that follow a context, where the first come from one
+    round and the rest from p."""
     contexts = [context for n in range(K + 1) for context in itertools.product(range(V), repeat=n)]
     if q == "guess":
         guess = {context: (7 * sum(context) + len(context) + 1) % V for context in contexts}
@@ -586,8 +618,8 @@ def emitted_distribution(passes, p, q, V, K, count):
 
 
 def check_emitted_distribution(passes, V, K, kind, seeds, counts):
-    """Exact to 1e-6: the distributions are float32 inputs here, and what is done with them in float32 rounds
-    at 6e-8 a step."""
+    """Exact to 1e-6: the distributions are float32 inputs here, and what is done with them in
+    float32 rounds at 6e-8 a step."""
     make_p, make_q = KINDS[kind]
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -620,8 +652,8 @@ class TestDistribution:
         check_emitted_distribution(passes, 3, 2, kind, seeds=[0], counts=[2])
 
     def test_nothing_agrees_more_often(self):
-        """The acceptance of the first draft is the overlap of the distributions, the most that any coupling
-        can have."""
+        """The acceptance of the first draft is the overlap of the distributions, the most that any
+        coupling can have."""
         rng = np.random.default_rng(0)
         V = 6
         p_V, q_V = random_distribution(rng, V), random_distribution(rng, V)
@@ -688,7 +720,7 @@ class TestDistribution:
             jnp.zeros((4096, 1)),
             key_DT2,
         )
-        own_D1, _ = passes.draw(
+        own_D1, _ = passes.sample(
             jnp.log(jnp.tile(p_V, (4096, 1, 1))), jnp.ones(4096), None, key_DT2[:, :1]
         )
         np.testing.assert_array_equal(token_D, own_D1[:, 0])
@@ -750,7 +782,7 @@ def test_on_a_cpu_noise_is_worked_out_once():
     rounded differently."""
 
     def draw(logits_RV, key_R2):
-        return xla.scan(
+        return xla.sample_pass(
             logits_RV, jnp.ones(8), jnp.full(8, -jnp.inf), key_R2, jnp.int32(0), 4096
         ).token
 

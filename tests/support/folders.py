@@ -1,4 +1,4 @@
-"""Small synthetic models for the tests, written with nothing but numpy, safetensors and tokenizers."""
+"""Small synthetic checkpoints, written with numpy, safetensors and tokenizers only."""
 
 import json
 import pathlib
@@ -61,19 +61,18 @@ def shapes(config):
             result[f"{layer}{name}.weight"] = shape
             if c.get("mlp_bias" if "mlp" in name else "attention_bias"):
                 result[f"{layer}{name}.bias"] = shape[:1]
-        result[layer + "input_layernorm.weight"] = result[
-            layer + "post_attention_layernorm.weight"
-        ] = (D,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            result[f"{layer}{name}.weight"] = (D,)
     return result
 
 
 def tensors(config, dtype="float32", seed=0):
     """Random tensors of a model."""
     rng = np.random.default_rng(seed)
-    return {
-        name: rng.standard_normal(shape).astype(DTYPES[dtype])
-        for name, shape in shapes(config).items()
-    }
+    result = {}
+    for name, shape in shapes(config).items():
+        result[name] = rng.standard_normal(shape).astype(DTYPES[dtype])
+    return result
 
 
 def backend():
@@ -89,18 +88,14 @@ def backend():
         ("o", "r"),
         ("Ã", "©"),
     ]
-    tokens = [
-        "<s>",
-        "</s>",
-        "<|user|>",
-        "<|assistant|>",
-        *alphabet,
-        *(left + right for left, right in merges),
-    ]
-    result = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+    tokens = [*special, *alphabet]
+    tokens += [left + right for left, right in merges]
+    vocabulary = {token: id_ for id_, token in enumerate(tokens)}
+    result = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     result.decoder = decoders.ByteLevel()
-    result.add_special_tokens(tokens[:4])
+    result.add_special_tokens(special)
     result.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
@@ -120,7 +115,7 @@ def write_tokenizer(folder, **config):
 
 
 def write_folder(folder, config=None, arrays=None, shards=1, tokenizer=True, dtype="float32"):
-    """A Hugging Face folder; `shards` > 1 deals the tensors out in turn and writes an index."""
+    """A Hugging Face folder; with several shards, tensors take turns and there is an index."""
     folder, config = pathlib.Path(folder), config or {}
     arrays = tensors(config, dtype) if arrays is None else arrays
     folder.mkdir(parents=True)
@@ -142,8 +137,7 @@ def write_folder(folder, config=None, arrays=None, shards=1, tokenizer=True, dty
 
 def read_folder(folder):
     """Every tensor of a Hugging Face folder."""
-    return {
-        name: array
-        for path in sorted(pathlib.Path(folder).glob("*.safetensors"))
-        for name, array in safetensors.numpy.load_file(path).items()
-    }
+    result = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        result |= safetensors.numpy.load_file(path)
+    return result

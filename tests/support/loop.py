@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, llama
-from specjax import sampling as sampling_lib
 from specjax.config import Runtime
 from specjax.decode import DecodeConfig, DecodeState
+from specjax.engine import batch
+from specjax.engine.request import SamplingParams
 from support.models import Model
 
 INIT = decode.init_jit
@@ -40,51 +42,30 @@ def prepare(
     draft_params=None,
     max_new=16,
     eos=(),
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    capacity: int = CAPACITY,
-    **config,
+    verify="rejection",
+    prefill_chunk=8,
+    **options,
 ):
-    """Reads prompts; every keyword but `drafter`, `draft_params` and `capacity` is one value for
-    all rows or a list.
+    """Reads prompts, and returns the arguments of `GENERATE`.
 
-    Returns the arguments of `GENERATE`.
+    `max_new`, `eos` and the fields of `SamplingParams` among the options have one value for all
+    rows or one per row. `capacity` is S. Other options are fields of `Runtime`.
     """
-    B = len(prompts)
-    tokens_BS = np.zeros((B, capacity), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens_BS[row, : len(prompt)] = prompt
-    length_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    eos_BE = np.full((B, 3), -1, np.int32)
-    for row, ids in enumerate(eos if isinstance(eos, list) else [eos] * B):
-        eos_BE[row, : len(ids)] = ids
-
-    def rows(value, dtype):
-        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (B,)))
-
-    sampling = sampling_lib.arrays(
-        rows(seed, np.uint32),
-        rows(temperature, np.float32),
-        rows(top_k, np.int32),
-        rows(top_p, np.float32),
-        rows(min_p, np.float32),
+    capacity = options.pop("capacity", CAPACITY)
+    fields = [field.name for field in dataclasses.fields(SamplingParams)]
+    sampling = {name: options.pop(name) for name in fields if name in options}
+    rows = batch.arrays(
+        prompts,
+        max_length=[len(prompt) for prompt in prompts] + np.asarray(max_new),
+        eos_ids=eos,
+        sampling=SamplingParams(**sampling),
+        max_seq_len=capacity,
     )
-    prefill_chunk = config.pop("prefill_chunk", 8)
-    loop_options = {name: config.pop(name) for name in ("verify",) if name in config}
-    runtime = Runtime(**{"page_size": 4, "dtype": llama.params_dtype(target.params), **config})
-    config = DecodeConfig(target.config, drafter, runtime=runtime, **loop_options)
-    request = decode.RequestArrays(
-        prompt_length_B=jnp.asarray(length_B),
-        max_length_B=jnp.asarray(length_B + np.asarray(max_new, np.int32)),
-        eos_BE=jnp.asarray(eos_BE),
-        sampling=sampling,
-    )
-    state = INIT(
-        target.params, draft_params, config, jnp.asarray(tokens_BS), request, prefill_chunk
-    )
+    tokens_BS, request = jax.tree.map(jnp.asarray, rows)
+    dtype = llama.params_dtype(target.params)
+    runtime = Runtime(**{"page_size": 4, "dtype": dtype, **options})
+    config = DecodeConfig(target.config, drafter, verify, runtime)
+    state = INIT(target.params, draft_params, config, tokens_BS, request, prefill_chunk)
     return target.params, draft_params, config, state
 
 

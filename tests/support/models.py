@@ -26,8 +26,8 @@ class Model(NamedTuple):
 
 @functools.cache
 def tiny(seed: int, vocab_size: int = 32, num_layers: int = 1, scale: float = 0.5) -> Model:
-    """A random Llama with grouped queries. Wide weights: its distributions are far from flat, its text
-    varied."""
+    """A random Llama with grouped queries. Wide weights: its distributions are far from flat, its
+    text varied."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
