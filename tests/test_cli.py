@@ -156,6 +156,57 @@ class TestGenerate:
             assert [r["drafted"] for r in row["rounds"]] == list(completion.drafted)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["completions.jsonl", "prompts.jsonl"]
 
+    def test_a_prompts_file_with_a_byte_order_mark(self, command, folder, tmp_path):
+        (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + b'"hello"\n')
+        outcome = command(
+            "generate", f"--target={folder}", f"--prompts_file={tmp_path / 'prompts.jsonl'}"
+        )
+        assert (outcome.code, outcome.err) == (0, "")
+        assert outcome.out.startswith("> hello\n")
+
+    def test_contents_may_be_lists_of_texts(self, command, folder, target, tmp_path):
+        parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
+        row = {"messages": [{"role": "user", "content": parts}]}
+        prompts = write_prompts(tmp_path / "prompts.jsonl", row)
+        output = tmp_path / "out.jsonl"
+        outcome = command(
+            "generate", f"--target={folder}", f"--prompts_file={prompts}", f"--output={output}"
+        )
+        assert (outcome.code, outcome.err) == (0, "")
+        assert outcome.out.startswith("> hello ...\n")
+        (line,) = read_lines(output)
+        assert line["prompt"] == row["messages"]
+        joined = [{"role": "user", "content": "hello\nworld"}]
+        assert line["prompt_tokens"] == target.tokenizer.apply_chat_template(joined)
+
+    def test_a_drafter_with_damaged_weights_is_reported(self, command, folder, target, tmp_path):
+        """The text is the target's; a line names the drafts that could not be used."""
+        config = {"num_hidden_layers": 1}
+        arrays = folders.tensors(config)
+        arrays["model.norm.weight"][0] = np.nan
+        draft = folders.write_folder(tmp_path / "draft", config, arrays)
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            "--prompt=hello",
+            "--drafter=draft_model",
+            f"--draft={draft}",
+            "--max_new_tokens=12",
+        )
+        assert (outcome.code, outcome.err) == (0, "")
+        text = specjax.generate(target, "none", ["hello"], max_new_tokens=12).completions[0].text
+        assert outcome.out.startswith(f"> hello\n{text}\n\n")
+        assert re.search(
+            r"Warning: the drafter's logits were NaN, or all -inf, for \d+ drafts", outcome.out
+        )
+
+    def test_warnings_are_one_line(self, command, folder, target):
+        bos = target.tokenizer.special_tokens["bos_token"]
+        outcome = command("generate", f"--target={folder}", f"--prompt={bos}hello")
+        assert outcome.code == 0
+        assert outcome.err.startswith("specjax: warning: prompt 0 begins with ")
+        assert outcome.err.count("\n") == 1
+
     def test_compare_finds_greedy_texts_identical(self, command, folder):
         outcome = command(
             "generate", f"--target={folder}", "--prompt=hello", "--compare", "--max_new_tokens=24"
@@ -591,10 +642,8 @@ class TestBadInput:
             ('{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
             ('{"prompt": 3}', "'prompt' must be a string"),
             ('{"messages": []}', "'messages' must be a list of objects with 'role' and 'content'"),
-            (
-                '{"messages": [{"role": "user"}]}',
-                "'messages' must be a list of objects with 'role' and 'content'",
-            ),
+            ('{"messages": ["a"]}', "message 1 must be an object with a 'role' and a 'content'"),
+            ('{"messages": [{"role": "user"}]}', "message 1: 'content' must be a string or a list"),
             (
                 '{"prompt": "a", "temprature": 1}',
                 "unknown key 'temprature'; choose from prompt, messages, name, domain",
@@ -626,15 +675,50 @@ class TestBadInput:
         outcome = command("generate", f"--target={folder}", f"--prompts_file={tmp_path}")
         check_refused(outcome, f"cannot read {tmp_path}")
 
-    def test_a_value_in_a_prompts_file(self, command, folder, tmp_path):
-        path = write_prompts(tmp_path / "prompts.jsonl", "a", {"prompt": "b", "temperature": -2})
+    @pytest.mark.parametrize(
+        ("row", "reason"),
+        [
+            ({"prompt": "b", "temperature": -2}, "temperature must be in [0, "),
+            ({"prompt": "b", "temperature": 1e30}, "temperature must be in [0, "),
+            ({"prompt": "b", "seed": -1}, "seed must be in [0, 2**32), got -1"),
+            ({"prompt": "b", "seed": 1.5}, "seed must be an integer, got 1.5"),
+            ({"prompt": "b", "top_k": -1}, "top_k must be in [0, 2**31), got -1"),
+            ({"prompt": "b", "top_p": 0}, "top_p must be in (0, 1], got 0.0"),
+            ({"prompt": "b", "min_p": 2}, "min_p must be in [0, 1], got 2.0"),
+            ({"prompt": "b", "max_new_tokens": 0}, "max_new_tokens must be in [1, 2**31), got 0"),
+            ({"prompt": ""}, "the prompt is empty"),
+            ({"prompt": 63 * "a"}, "has 64 tokens, but at most 63 fit"),
+            ({"messages": [{"role": "user", "content": 63 * "a"}]}, "at most 63 fit"),
+            ({"messages": [{"role": "user", "content": None}]}, "'content' must be a string or"),
+            ({"messages": [{"role": "user", "content": {"text": "a"}}]}, "'content' must be a"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                "parts of type 'image_url' are not supported",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+                "'text' of a part must be a string",
+            ),
+        ],
+    )
+    def test_a_bad_value_in_a_prompts_file_is_found_by_its_line(
+        self, command, folder, tmp_path, row, reason
+    ):
+        path = write_prompts(tmp_path / "prompts.jsonl", "a", "b", row, "c")
         outcome = command(
             "generate",
             f"--target={folder}",
             f"--prompts_file={path}",
             f"--output={tmp_path / 'new'}",
         )
-        check_refused(outcome, "temperature", "-2.0")
+        check_refused(outcome, f"{path}, line 3", reason)
+
+    @pytest.mark.parametrize("name", ["decode", "saturation", "baselines"])
+    def test_a_prompt_of_a_benchmark_is_found_by_its_line(self, command, folder, tmp_path, name):
+        rows = [{"prompt": text, "domain": "a"} for text in ("a", "")]
+        path = write_prompts(tmp_path / "prompts.jsonl", *rows)
+        outcome = command("bench", name, f"--target={folder}", f"--prompts_file={path}")
+        check_refused(outcome, f"{path}, line 2: the prompt is empty")
 
     def test_bench_would_ignore_options_of_prompts(self, command, folder, tmp_path):
         path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "b", "temperature": 1})

@@ -94,6 +94,19 @@ class TestFlagFiles:
         assert len(skipped) == (0 if name == "generate" else 1)
         assert all("skipped flags of other commands: --" in line for line in skipped)
 
+    def test_training_a_draft_model_with_the_file_of_a_pair(self, command, tmp_path):
+        outcome = command(
+            "train",
+            f"--flagfile={CONFIGS / 'llama3_70b_llama3_8b_tp4.flags'}",
+            f"--target={tmp_path / 'none'}",
+            "--steps=1",
+            "--data=x.txt",
+            f"--output={tmp_path / 'new'}",
+        )
+        skipped, error = outcome.err.splitlines()
+        assert outcome.code == 2 and str(tmp_path / "none") in error
+        assert skipped.endswith("--num_speculative_tokens, --chat, --max_new_tokens, --compare")
+
     def test_a_plan_from_the_file_of_a_pair(self, command):
         outcome = command(
             "plan",

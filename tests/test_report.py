@@ -103,6 +103,31 @@ class TestTextStream:
         assert console.export_text() == f"> a\n{target.tokenizer.decode(ids)}\n\n"
 
 
+CONTROLS = "a\tb\r\n\x1b[2J\x07 \x9b1m\x7f é"
+
+
+def test_control_characters_are_escaped_on_terminals():
+    console = terminal()
+    streams.print_text(console, CONTROLS)
+    shown = "a\tb\\x0d\n\\x1b[2J\\x07 \\x9b1m\\x7f é"
+    assert console.export_text() == shown
+    assert console.file.getvalue() == shown
+
+
+def test_files_get_them_as_they_are():
+    console = Console(file=io.StringIO(), width=10)
+    streams.print_text(console, CONTROLS)
+    assert console.file.getvalue() == CONTROLS
+
+
+def test_a_stream_escapes_what_controls_a_terminal(target):
+    console = terminal()
+    stream = streams.TextStream(console, target, ["> \x1b]0;title\x07"], legend=False)
+    ids = target.tokenizer.encode("x\ty\x1b[31m", add_special_tokens=False)
+    stream.on_tokens(0, ids, [False] * len(ids), True)
+    assert console.export_text() == "> \\x1b]0;title\\x07\nx\ty\\x1b[31m\n\n"
+
+
 def test_speed_table():
     def generation(seconds, *rounds):
         drafted, accepted, emitted = zip(*rounds, strict=True)

@@ -6,7 +6,7 @@ import importlib.resources
 import pathlib
 from typing import Any
 
-from specjax import files
+from specjax import files, tokenizer
 from specjax.engine.request import Prompt
 from specjax.errors import SpecJAXError
 
@@ -67,37 +67,20 @@ def _read_row(value: Any, where: str, options: tuple[str, ...]) -> dict:
 
 def _check_messages(messages: Any, where: str) -> None:
     """Raises SpecJAXError unless these are the messages of a chat, with texts or parts of texts."""
-    is_chat = isinstance(messages, list) and len(messages) > 0
-    for message in messages if is_chat else ():
-        is_chat = is_chat and isinstance(message, dict) and {"role", "content"} <= message.keys()
-    if not is_chat:
+    if not isinstance(messages, list) or not messages:
         raise SpecJAXError(
             f"{where}: 'messages' must be a list of objects with 'role' and 'content'"
         )
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            continue
-        if not isinstance(content, list):
-            raise SpecJAXError(
-                f"{where}: 'content' must be a string or a list of text parts, got {content!r}"
-            )
-        for part in content:
-            is_text = isinstance(part, dict) and part.get("type") == "text"
-            if not is_text or not isinstance(part.get("text"), str):
-                raise SpecJAXError(
-                    f"{where}: parts of 'content' must be of the form "
-                    f'{{"type": "text", "text": "..."}}, got {part!r}'
-                )
+    try:
+        tokenizer.check_messages(messages)
+    except SpecJAXError as error:
+        raise SpecJAXError(f"{where}: {error}") from error
 
 
 def headline(prompt: Prompt) -> str:
     """The first line of a prompt, to show above its completion."""
-    text = prompt
-    if not isinstance(prompt, str):
-        content = prompt[-1]["content"]
-        is_text = isinstance(content, str)
-        text = content if is_text else "".join(part["text"] for part in content)
+    is_text = isinstance(prompt, str)
+    text = prompt if is_text else tokenizer.content_text(prompt[-1]["content"])
     first, _, rest = text.strip().partition("\n")
     is_cut = bool(rest) or len(first) > HEADLINE_LENGTH
     return f"> {first[:HEADLINE_LENGTH]}{' ...' if is_cut else ''}"

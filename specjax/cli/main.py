@@ -7,7 +7,6 @@ import functools
 import importlib
 import os
 import pathlib
-import signal
 import sys
 import time
 import warnings
@@ -16,6 +15,7 @@ from absl import flags, logging
 
 import specjax
 from specjax.cli import flags as common_flags
+from specjax.cli import interrupts
 from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.report.stream import visible
 
@@ -34,20 +34,18 @@ COMMANDS = (
     "env",
 )
 HELP = ("-h", "--help", "--helpfull", "--helpshort")
-FAILURE, USAGE_ERROR, INTERRUPTED = 1, 2, 130
+FAILURE, USAGE_ERROR = 1, 2
 
 
 def run() -> None:
     """Entry point of the console script."""
     # A terminal that cannot show a character shows a question mark.
     sys.stdout.reconfigure(errors="replace")
+    interrupts.install()
     code = main(sys.argv)
-    if code != INTERRUPTED:
-        sys.exit(code)
-    # Python's own end would destroy what XLA was compiling, and crash.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _flush()
-    os._exit(code)
+    if code == interrupts.EXIT_CODE:
+        interrupts.exit_now()
+    sys.exit(code)
 
 
 def main(argv: list[str]) -> int:
@@ -69,7 +67,7 @@ def main(argv: list[str]) -> int:
         _discard_stdout()
         return FAILURE
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return interrupts.EXIT_CODE
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO, errno.EFBIG):
             raise
