@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from specjax.drafters import registry
+
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = {
     "specjax.kernels": ROOT / "kernels",
@@ -125,3 +127,41 @@ def test_nobody_on_a_cpu_waits_for_pallas():
     module = "jax.experimental.pallas.mosaic_gpu"
     code = f"import sys, specjax.cli.generate; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# These show, compare or measure particular drafters, or export their types.
+MAY_NAME_DRAFTERS = {
+    "specjax",
+    "specjax.bench.baselines",
+    "specjax.bench.gpu",
+    "specjax.cli.bench_baselines",
+    "specjax.cli.demo",
+}
+
+
+def names_a_drafter(module: str) -> list[str]:
+    """Imports of a drafter's own modules, and strings that are the names of drafters."""
+    own_modules = {f"specjax.drafters.{name}" for name in registry.names()}
+    for drafter in registry.names():
+        for own in registry.modules(drafter):
+            own_modules |= {own.FORMAT, own.OBJECTIVE} - {None}
+    if module in own_modules or module.startswith("specjax.drafters"):
+        return []
+    found = sorted(imports(module) & own_modules)
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts = node.value.split(",")
+            found += [node.value] * any(part in registry.names() for part in parts)
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES.keys() - MAY_NAME_DRAFTERS))
+def test_no_other_module_names_a_drafter(module):
+    """A drafter is its own file, one for its checkpoints and one for its objective."""
+    assert not names_a_drafter(module)
+
+
+def test_names_of_drafters_are_seen():
+    """Guards the test above against seeing nothing."""
+    assert "ngram" in names_a_drafter("specjax.cli.demo")
+    assert names_a_drafter("specjax") == ["specjax.checkpoints_convert.eagle"]

@@ -21,7 +21,7 @@ A100 = plan.GPUS["a100-80gb"]
 
 
 def config(name):
-    return plan.read_model_config(CONFIGS / name)
+    return checkpoint.read_model_config(CONFIGS / name)
 
 
 def make(target="llama-3-70b", draft="llama-3-8b", gpu=A100, **options):
@@ -162,12 +162,16 @@ def test_both_formats_and_folders_without_weights_are_read(tmp_path):
     expected = checkpoint.open_source(folder).config
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    assert plan.read_model_config(folder) == plan.read_model_config(tmp_path / "ours") == expected
+    assert (
+        checkpoint.read_model_config(folder)
+        == load.read_model_config(tmp_path / "ours")
+        == expected
+    )
     fields = json.loads((tmp_path / "ours" / "config.json").read_text())
     del fields["model"]["vocab_size"]
     (tmp_path / "ours" / "config.json").write_text(json.dumps(fields))
     with pytest.raises(SpecJAXError, match=r"ours/config\.json: .*vocab_size"):
-        plan.read_model_config(tmp_path / "ours")
+        checkpoint.read_model_config(tmp_path / "ours")
 
 
 @pytest.fixture

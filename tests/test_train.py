@@ -449,7 +449,7 @@ def test_curves_are_drawn(tmp_path):
 
 
 def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path):
-    """The text is that of `generate` with the same seed, and shards on disk are not written again."""
+    """The text is that of `generate` with the same seed; existing shards are not written again."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
     config = GenerateConfig(
         max_seq_len=16,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import pathlib
 from typing import NamedTuple
 
 import jax
@@ -13,8 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from rich.table import Table
 
-from specjax import files, llama, parallel
-from specjax.checkpoints_convert import hf, orbax
+from specjax import llama, parallel
 from specjax.config import LlamaConfig
 from specjax.engine import batch, metrics
 from specjax.errors import SpecJAXError
@@ -353,14 +350,3 @@ def explanation(plan: Plan) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
-
-
-def read_model_config(path: str | os.PathLike) -> LlamaConfig:
-    """The configuration of a SpecJAX checkpoint or a Hugging Face folder, which need not have
-    weights."""
-    folder = pathlib.Path(path)
-    fields = files.read_json(folder / "config.json")
-    if not orbax.is_checkpoint(fields):
-        return hf.read_config(folder)
-    with files.parsing(folder / "config.json"):
-        return LlamaConfig.from_dict(fields["model"])

@@ -7,11 +7,12 @@ import time
 
 from absl import flags
 
-from specjax.bench import gpu, plan
+from specjax.bench import gpu
 from specjax.cli import flags as common_flags
 from specjax.cli import outputs
 from specjax.devices import check_platform
 from specjax.dtypes import DTYPES
+from specjax.engine import load
 from specjax.report import provenance, tables
 
 FLAGS = flags.FLAGS
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
     invocation = common_flags.invocation(__name__)
     check_platform()
     outputs.check_output(output)
-    config = plan.read_model_config(FLAGS.target)
+    config = load.read_model_config(FLAGS.target)
     result = gpu.measure(config, options)
     tables.wide_console().print(gpu.table(result, options.acceptance, title))
     figures = {

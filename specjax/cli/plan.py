@@ -10,6 +10,7 @@ from rich.console import Console
 from specjax.bench import plan
 from specjax.cli import flags as common_flags
 from specjax.dtypes import DTYPES
+from specjax.engine import load
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
@@ -61,8 +62,8 @@ def main(argv: list[str]) -> None:
     options = {name: getattr(FLAGS, name) for name in names}
     workload = plan.Workload(dtype=DTYPES[FLAGS.dtype], **options)
     rates = _read_rates(FLAGS.acceptance)
-    target = plan.read_model_config(FLAGS.target)
-    draft = plan.read_model_config(FLAGS.draft) if FLAGS.draft else None
+    target = load.read_model_config(FLAGS.target)
+    draft = load.read_model_config(FLAGS.draft) if FLAGS.draft else None
     made = plan.make(target, draft, plan.GPUS[FLAGS.gpu], workload)
     num_gpus = FLAGS.data_parallel * FLAGS.tensor_parallel
     console = Console(highlight=False)

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import dtypes, files
-from specjax.bench import plan
 from specjax.checkpoints_convert.table import CheckpointReader
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, processes
+from specjax.drafters import registry
 from specjax.engine import batch, load
 from specjax.engine.load import Model
 from specjax.errors import SpecJAXError
@@ -66,7 +66,7 @@ def define_flags() -> None:
     """Defines the flags of `specjax train`."""
     common_flags.define_target()
     drafters = losses.trainable_drafters()
-    flags.DEFINE_enum("drafter", losses.DEFAULT_DRAFTER, drafters, "What to train.")
+    flags.DEFINE_enum("drafter", registry.DEFAULT_TRAINED, drafters, "What to train.")
     common_flags.define_path(
         "output",
         None,
@@ -252,7 +252,7 @@ def _start() -> Start:
     except ValueError:
         given = ",".join(FLAGS.aux_layers)
         raise SpecJAXError(f"--aux_layers must be numbers of layers, got {given}") from None
-    config = plan.read_model_config(FLAGS.draft_config) if FLAGS.draft_config else None
+    config = load.read_model_config(FLAGS.draft_config) if FLAGS.draft_config else None
     return Start(FLAGS.draft, config, aux_layers, FLAGS.num_draft_tokens)
 
 

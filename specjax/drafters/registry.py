@@ -26,7 +26,8 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.first_of import FirstOf
 from specjax.errors import SpecJAXError
 
-DEFAULT = "ngram"  # the drafter of commands and functions that are not given one
+DEFAULT = "ngram"  # of commands and functions that are not given one
+DEFAULT_TRAINED = "eagle"  # of `specjax train`
 NOT_DRAFTERS = ("base", "registry", "first_of")
 
 

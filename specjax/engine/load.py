@@ -121,6 +121,20 @@ def open_source(path: str | os.PathLike) -> table.CheckpointReader:
     return hf.open_folder(source)
 
 
+def read_model_config(path: str | os.PathLike) -> LlamaConfig:
+    """Returns the configuration of a checkpoint or Hugging Face folder; weights are not needed.
+
+    Raises:
+      SpecJAXError: for a folder without a configuration that can be used.
+    """
+    folder = files.expand(path)
+    fields = files.read_json(folder / "config.json")
+    if not orbax.is_checkpoint(fields):
+        return hf.read_config(folder)
+    with files.parsing(folder / "config.json"):
+        return LlamaConfig.from_dict(fields["model"])
+
+
 def load(
     path: str | os.PathLike, *, dtype=None, mesh: Mesh | None = None, role: str = "target"
 ) -> Model:

@@ -28,7 +28,6 @@ from specjax.errors import SpecJAXError
 from specjax.parallel import DATA
 from specjax.train.data import Batch, Dataset
 
-DEFAULT_DRAFTER = "eagle"
 CHUNK = 512  # positions whose distributions are in memory at a time
 MIN_WEIGHT = 1e-6  # the sum of weights that a loss is divided by is at least this
 
