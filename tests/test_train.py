@@ -185,7 +185,7 @@ def test_the_time_limit_leaves_a_run_that_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(learning_rate=0.5), "learning_rate=0.02, and here it is 0.5"),
+        (dict(learning_rate=0.5), "learning_rate=0.02, got 0.5"),
         (dict(steps=13), "steps=12"),
     ],
 )
