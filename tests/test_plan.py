@@ -164,7 +164,7 @@ def test_both_formats_and_folders_without_weights_are_read(tmp_path):
         path.unlink()
     assert (
         checkpoint.read_model_config(folder)
-        == load.read_model_config(tmp_path / "ours")
+        == checkpoint.read_model_config(tmp_path / "ours")
         == expected
     )
     fields = json.loads((tmp_path / "ours" / "config.json").read_text())

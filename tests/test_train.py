@@ -185,7 +185,7 @@ def test_the_time_limit_leaves_a_run_that_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(learning_rate=0.5), "learning_rate=0.02, and here it is 0.5"),
+        (dict(learning_rate=0.5), "learning_rate=0.02, got 0.5"),
         (dict(steps=13), "steps=12"),
     ],
 )
@@ -449,7 +449,7 @@ def test_curves_are_drawn(tmp_path):
 
 
 def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path):
-    """The text is that of `generate` with the same seed; existing shards are not written again."""
+    """The text is that of `generate` with the same seed; shards on disk are not written again."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
     config = GenerateConfig(
         max_seq_len=16,
@@ -637,8 +637,8 @@ def test_an_answer_starts_behind_its_header_whatever_the_generation_prompt_adds(
     ids = words().encode(f"user 1 assistant 2 user 3 assistant {answer}", add_special_tokens=False)
     assert got.tokens_BS[0, : len(ids)].tolist() == ids and got.length_B[0] == len(ids)
     opened = answer.startswith("<think> ")  # then the prompt is the beginning of the chat
-    assert got.start_B[0] == 8 + opened
-    assert got.loss_mask_BS[0].sum() == len(ids) - 8 - opened
+    assert got.start_B[0] == 7 + opened
+    assert got.loss_mask_BS[0].sum() == len(ids) - 7 - opened
 
 
 def test_an_answer_that_the_template_leaves_out_is_rejected(tmp_path):

@@ -1,13 +1,12 @@
-"""Prompts of four domains, as JSONL: what the shipped head was trained on (see the card beside its
-weights).
+"""Writes prompts of four domains as JSONL, the training data of the bundled EAGLE head.
 
     python configs/smollm2_135m_eagle3/make_prompts.py --num_prompts=8000 --seed=0
     --output=prompts.jsonl
 
 Code and documentation come from Python's own standard library, JSON from random records, prose from
-lists of subjects and forms. About a fifth are bare text to go on with, the others are messages to
-an assistant. With --held_out they are made from modules, kinds of records and subjects that the
-others never use.
+lists of subjects and forms. About a fifth are plain text to continue, the others are messages to an
+assistant. With --held_out they are made from modules, kinds of records and subjects that the others
+never use.
 """
 
 import ast
@@ -20,65 +19,77 @@ import zlib
 from absl import app, flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("num_prompts", 8000, "How many.")
-flags.DEFINE_integer("seed", 0, "Other seeds give other prompts.")
-flags.DEFINE_bool("held_out", False, "Prompts from material that is kept apart.")
-flags.DEFINE_string("output", None, "JSONL file.", required=True)
+flags.DEFINE_integer("num_prompts", 8000, "Number of prompts.")
+flags.DEFINE_integer("seed", 0, "Seed of the prompts.")
+flags.DEFINE_bool("held_out", False, "Write prompts from held-out material.")
+flags.DEFINE_string("output", None, "JSONL file to write.", required=True)
 
-TASKS = """adds two numbers; sorts a list; reverses a string; computes a factorial; checks whether a number is
-prime; counts the words of a file; parses a CSV file; merges two dictionaries; implements a stack; implements a
-binary tree; downloads a web page; finds duplicates; prints the Fibonacci numbers; validates an email address; reads
-a configuration; implements a queue; converts temperatures; computes mean and variance; flattens a nested list;
-finds a common prefix; caches results; rotates a matrix; checks balanced brackets; generates passwords; simulates a
-bank account; walks a graph; sorts with quicksort; removes vowels; finds the shortest path; groups anagrams; reads
-command-line arguments; renames files in a folder; zips a directory; watches a file for changes; logs to a file;
-retries a failing call; measures how long a function takes; draws a bar chart; solves a quadratic equation;
-multiplies matrices; counts letters; plays tic-tac-toe; guesses a number; shuffles a deck of cards; converts Roman
-numerals; parses dates; formats a table; searches a text with a regular expression; sends an email; queries a
-database; serves a web page; hashes a file; compresses a string; counts lines of code; finds the largest file;
-checks a palindrome; converts to binary; sums digits; finds the median; removes duplicates while keeping order;
-splits a list into chunks; interleaves two lists; evaluates an arithmetic expression; implements a linked list;
-implements a priority queue; finds all permutations; encodes with a Caesar cipher; checks a credit card number;
-validates a password; converts JSON to CSV; resizes images; computes compound interest; tracks expenses; manages a
-to-do list; books appointments; models an inventory; scrapes headlines; translates Morse code; counts islands in a
+TASKS = """\
+adds two numbers; sorts a list; reverses a string; computes a factorial; checks whether a number
+is prime; counts the words of a file; parses a CSV file; merges two dictionaries; implements a
+stack; implements a binary tree; downloads a web page; finds duplicates; prints the Fibonacci
+numbers; validates an email address; reads a configuration; implements a queue; converts
+temperatures; computes mean and variance; flattens a nested list; finds a common prefix; caches
+results; rotates a matrix; checks balanced brackets; generates passwords; simulates a bank
+account; walks a graph; sorts with quicksort; removes vowels; finds the shortest path; groups
+anagrams; reads command-line arguments; renames files in a folder; zips a directory; watches a
+file for changes; logs to a file; retries a failing call; measures how long a function takes;
+draws a bar chart; solves a quadratic equation; multiplies matrices; counts letters; plays
+tic-tac-toe; guesses a number; shuffles a deck of cards; converts Roman numerals; parses dates;
+formats a table; searches a text with a regular expression; sends an email; queries a database;
+serves a web page; hashes a file; compresses a string; counts lines of code; finds the largest
+file; checks a palindrome; converts to binary; sums digits; finds the median; removes duplicates
+while keeping order; splits a list into chunks; interleaves two lists; evaluates an arithmetic
+expression; implements a linked list; implements a priority queue; finds all permutations; encodes
+with a Caesar cipher; checks a credit card number; validates a password; converts JSON to CSV;
+resizes images; computes compound interest; tracks expenses; manages a to-do list; books
+appointments; models an inventory; scrapes headlines; translates Morse code; counts islands in a
 grid; solves a sudoku; finds a path through a maze"""
 
-SUBJECTS = """photosynthesis; gravity; black holes; a healthy breakfast; climate change; the water cycle; machine
-learning; Roman history; vaccines; the stock market; learning the guitar; a trip to Japan; good sleep; the
-Renaissance; electric cars; gardening; public speaking; the human heart; volcanoes; chess; time management;
-renewable energy; ancient Egypt; coffee; the solar system; dinosaurs; writing a resume; meditation; the internet;
-bees; jazz; the Moon; negotiation; plate tectonics; democracy; dogs; the ocean; budgeting; a lost key; two rival
-bakers; a lighthouse keeper; friendship; the first snow; a robot that paints; a city under the sea; an old library;
-a talking fox; time travel; a broken clock; moving to a new town; a road trip; forgiveness; a storm at night; the
-last train; a letter never sent; the desert; an unexpected visitor; a dragon who is afraid of fire; the invention of
-printing; bridges; bread; the printing press; running a marathon; knitting; whales; the Silk Road; antibiotics;
-earthquakes; honey; the piano; sharks; tea; rivers; remote work; interviews; teamwork; small talk; learning a
-language; a first job; school uniforms; social media; cooking pasta; camping; birds; sleepwalking; the northern
-lights; the piano; architecture; castles; pirates; the circus; a garden in the city; twins; a market on Mars; the
-number zero; probability; inflation; supply and demand; taxes; insurance; recycling; plastic; forests; wolves; cats;
-horses; ants; spiders; the eye; blood; DNA; evolution; atoms; light; sound; magnets; electricity; batteries;
-engines; airplanes; ships; trains; bicycles; maps; compasses; clocks; calendars"""
+SUBJECTS = """\
+photosynthesis; gravity; black holes; a healthy breakfast; climate change; the water cycle;
+machine learning; Roman history; vaccines; the stock market; learning the guitar; a trip to Japan;
+good sleep; the Renaissance; electric cars; gardening; public speaking; the human heart;
+volcanoes; chess; time management; renewable energy; ancient Egypt; coffee; the solar system;
+dinosaurs; writing a resume; meditation; the internet; bees; jazz; the Moon; negotiation; plate
+tectonics; democracy; dogs; the ocean; budgeting; a lost key; two rival bakers; a lighthouse
+keeper; friendship; the first snow; a robot that paints; a city under the sea; an old library; a
+talking fox; time travel; a broken clock; moving to a new town; a road trip; forgiveness; a storm
+at night; the last train; a letter never sent; the desert; an unexpected visitor; a dragon who is
+afraid of fire; the invention of printing; bridges; bread; the printing press; running a marathon;
+knitting; whales; the Silk Road; antibiotics; earthquakes; honey; the piano; sharks; tea; rivers;
+remote work; interviews; teamwork; small talk; learning a language; a first job; school uniforms;
+social media; cooking pasta; camping; birds; sleepwalking; the northern lights; the piano;
+architecture; castles; pirates; the circus; a garden in the city; twins; a market on Mars; the
+number zero; probability; inflation; supply and demand; taxes; insurance; recycling; plastic;
+forests; wolves; cats; horses; ants; spiders; the eye; blood; DNA; evolution; atoms; light; sound;
+magnets; electricity; batteries; engines; airplanes; ships; trains; bicycles; maps; compasses;
+clocks; calendars"""
 
-FORMS = """Explain {} in simple terms.; Write a short story about {}.; What are five interesting facts about {}?;
-Write an email to a colleague about {}.; Give me a step-by-step guide to {}.; Summarize the history of {}.; Write a
-poem about {}.; What is special about {}?; List the pros and cons of {}.; Why is {} important?; Tell a child about
-{}.; Write the opening paragraph of a novel about {}.; Describe {} in vivid detail.; Write a dialogue between two
-friends about {}.; What should everybody know about {}?; Write a speech about {}.; Write a newspaper article about
-{}.; Imagine a world without {}. What would change?; Write a diary entry that mentions {}.; Give three arguments
-about {}.; Write a letter to a friend about {}.; What questions would you ask an expert on {}?; Write a review of a
-book about {}.; Compare {} with {}.; Write a scene in which {} matters.; Plan a lesson about {}.; What are common
-misconceptions about {}?; Write a song about {}.; How did people first learn about {}?; Give advice to a beginner
-about {}."""
+FORMS = """\
+Explain {} in simple terms.; Write a short story about {}.; What are five interesting facts about
+{}?; Write an email to a colleague about {}.; Give me a step-by-step guide to {}.; Summarize the
+history of {}.; Write a poem about {}.; What is special about {}?; List the pros and cons of {}.;
+Why is {} important?; Tell a child about {}.; Write the opening paragraph of a novel about {}.;
+Describe {} in vivid detail.; Write a dialogue between two friends about {}.; What should
+everybody know about {}?; Write a speech about {}.; Write a newspaper article about {}.; Imagine a
+world without {}. What would change?; Write a diary entry that mentions {}.; Give three arguments
+about {}.; Write a letter to a friend about {}.; What questions would you ask an expert on {}?;
+Write a review of a book about {}.; Compare {} with {}.; Write a scene in which {} matters.; Plan
+a lesson about {}.; What are common misconceptions about {}?; Write a song about {}.; How did
+people first learn about {}?; Give advice to a beginner about {}."""
 
-OPENINGS = """It was a cold morning when; The old man looked at the sea and; Nobody in the village believed that;
-When Clara opened the door,; In the beginning there was; My grandmother used to say that; The letter arrived on a
-Tuesday,; For three days the rain; Deep in the forest, a; The history of science shows that; Once upon a time, in a
-small town; The captain shouted over the wind:; There are many reasons why people; As the sun went down, the; She
-had never seen such a; "You cannot be serious," said; The first thing to understand is; On the last day of summer,;
-He counted the coins twice and; Long before the city was built,; The train was late again, and; Scientists have long
-wondered why; What nobody told her was that; In the middle of the night, a; The kingdom had three rules:; After the
-war, the family; If you walk along the river,; The dog had been waiting for; Every year, thousands of people; A good
-story begins with"""
+OPENINGS = """\
+It was a cold morning when; The old man looked at the sea and; Nobody in the village believed
+that; When Clara opened the door,; In the beginning there was; My grandmother used to say that;
+The letter arrived on a Tuesday,; For three days the rain; Deep in the forest, a; The history of
+science shows that; Once upon a time, in a small town; The captain shouted over the wind:; There
+are many reasons why people; As the sun went down, the; She had never seen such a; "You cannot be
+serious," said; The first thing to understand is; On the last day of summer,; He counted the coins
+twice and; Long before the city was built,; The train was late again, and; Scientists have long
+wondered why; What nobody told her was that; In the middle of the night, a; The kingdom had three
+rules:; After the war, the family; If you walk along the river,; The dog had been waiting for;
+Every year, thousands of people; A good story begins with"""
 
 RECORDS = dict(
     user="id name email age city active",
@@ -110,6 +121,7 @@ RECORDS = dict(
     shipment="tracking carrier weight origin destination status",
     house="address rooms area price garden",
 )
+SURNAMES = ["Smith", "Lee", "Brown", "Garcia", "Okafor", "Novak", "Rossi", "Khan"]
 NAMES = [
     "Alice",
     "Bob",
@@ -267,7 +279,8 @@ class Maker:
             return ask(
                 choice(
                     [
-                        f"Write a Python function `{name}({arguments})` that does the following: {first}",
+                        f"Write a Python function `{name}({arguments})` that does the following: "
+                        f"{first}",
                         f"Implement this in Python: {first}",
                         f"{first} Show me the code.",
                     ]
@@ -275,15 +288,12 @@ class Maker:
             )
         if u < 0.6:
             ends = ["", ".", ", with comments.", " and test it.", " Keep it short."]
-            return ask(
-                f"Write a {choice(LANGUAGES)} {choice(['function', 'program', 'class', 'script'])} that "
-                f"{choice(self.tasks)}{choice(ends)}"
-            )
+            language = choice(LANGUAGES)
+            kind = choice(["function", "program", "class", "script"])
+            return ask(f"Write a {language} {kind} that {choice(self.tasks)}{choice(ends)}")
         if u < 0.78:
-            return ask(
-                f"{choice(['Complete this Python code', 'Explain this code', 'Add comments to this code'])}:\n"
-                f"```python\n{start}\n```"
-            )
+            wishes = ["Complete this Python code", "Explain this code", "Add comments to this code"]
+            return ask(f"{choice(wishes)}:\n```python\n{start}\n```")
         return start if u < 0.9 else self.chunk(choice(self.sources), 350)
 
     def json(self, u):
@@ -336,13 +346,12 @@ class Maker:
             return f"{name}({arguments})\n\n    {text}"
         if u < 0.45:
             return ask(
-                f"Write documentation for a function named {name} with the parameters {arguments or 'none'}: "
-                f"{doc.splitlines()[0][:160]}"
+                f"Write documentation for a function named {name} with the parameters "
+                f"{arguments or 'none'}: {doc.splitlines()[0][:160]}"
             )
         if u < 0.7:
-            return ask(
-                f"{choice(['Summarize this documentation', 'Rewrite this clearly', 'Explain this'])}:\n{text}"
-            )
+            wishes = ["Summarize this documentation", "Rewrite this clearly", "Explain this"]
+            return ask(f"{choice(wishes)}:\n{text}")
         library = f"{choice(NAMES).lower()}{choice(['kit', 'lib', 'py', 'flow', 'db', '-cli'])}"
         kind = choice(
             ["README", "tutorial", "reference page", "changelog", "installation guide", "FAQ"]
@@ -396,7 +405,8 @@ class Maker:
         if key in ("date", "due_date", "admitted", "opened"):
             return f"20{below(15, 27)}-{below(1, 13):02}-{below(1, 29):02}"
         if key in ("timestamp", "departure", "arrival", "created_at"):
-            return f"20{below(15, 27)}-{below(1, 13):02}-{below(1, 29):02}T{below(24):02}:{below(60):02}:00Z"
+            date = f"20{below(15, 27)}-{below(1, 13):02}-{below(1, 29):02}"
+            return f"{date}T{below(24):02}:{below(60):02}:00Z"
         if key == "email":
             return f"{choice(NAMES).lower()}@example.com"
         if key in (
@@ -424,7 +434,7 @@ class Maker:
             "owner",
             "assignee",
         ):
-            return f"{choice(NAMES)} {choice(['Smith', 'Lee', 'Brown', 'Garcia', 'Okafor', 'Novak', 'Rossi', 'Khan'])}"
+            return f"{choice(NAMES)} {choice(SURNAMES)}"
         if key in ("title", "album", "subject", "message", "text", "address"):
             return f"{choice(self.subjects).title()} {below(1, 100)}"
         return below(1, 9999)

@@ -346,13 +346,13 @@ class Dataset:
             `SKIPPED` of a row 0.
         """
         starts = np.cumsum([0, *map(len, self.shards)])
-        places = []
+        stored = []  # shard and row in it, for each index
         for index in indices:
             shard = int(np.searchsorted(starts, index, side="right")) - 1
-            places.append((self.shards[shard], int(index - starts[shard])))
+            stored.append((self.shards[shard], int(index - starts[shard])))
 
         def take(name: str) -> np.ndarray:
-            return np.stack([getattr(shard, name)[row] for shard, row in places])
+            return np.stack([getattr(shard, name)[row] for shard, row in stored])
 
         tokens_BS, length_B, start_B = take("tokens_BS"), take("length_B"), take("start_B")
         position_S = np.arange(tokens_BS.shape[1])
@@ -360,8 +360,9 @@ class Dataset:
         is_text_BS = position_S < length_B[:, None]
         weight_BS = np.where(is_prompt_BS, prompt_weight, 1.0) * is_text_BS
         weight_BS[:, :SKIPPED] = 0
-        is_stored = all(set(aux_layers) <= set(shard.aux_hidden) for shard, _ in places)
         aux_hidden = []
-        for layer in aux_layers if is_stored else ():
-            aux_hidden.append(np.stack([shard.aux_hidden[layer][row] for shard, row in places]))
+        if all(set(aux_layers) <= set(shard.aux_hidden) for shard, _ in stored):
+            for layer in aux_layers:
+                hidden = [shard.aux_hidden[layer][row] for shard, row in stored]
+                aux_hidden.append(np.stack(hidden))
         return Batch(tokens_BS, weight_BS.astype(np.float32), tuple(aux_hidden))
