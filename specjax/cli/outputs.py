@@ -51,29 +51,18 @@ def check_is_new(path: str, flag: str) -> None:
 class CompletionWriter:
     """Writes completions to a JSONL file as they finish.
 
-    While the file is open, its lines are in the order in which completions finished; `close` sorts
-    them by prompt. As a context manager: an exception keeps the lines that were written, and
-    removes a file without lines.
+    The file appears with its first line. While it is open, its lines are in the order in which
+    completions finished; `close` sorts them by prompt. As a context manager: an exception keeps the
+    lines that were written.
     """
 
     def __init__(self, path: str | None, prompts: list[Prompt]):
-        """Creates the file.
-
-        With the path None, or in another process than the first, nothing is written.
-
-        Raises:
-          SpecJAXError: the file cannot be created.
-        """
+        """With the path None, or in another process than the first, nothing is written."""
         self._path = path if processes.is_first() else None
         self._prompts = prompts
         self._lines: dict[int, bytes] = {}
         self._file: io.FileIO | None = None
         self.error: str | None = None  # why lines are missing in the file
-        if self._path is not None:
-            try:
-                self._file = io.FileIO(self._path, "x")
-            except OSError as error:
-                raise SpecJAXError(f"--output: cannot write {path}: {error.strerror}") from error
 
     def __enter__(self) -> CompletionWriter:
         return self
@@ -83,9 +72,15 @@ class CompletionWriter:
 
     def write(self, index: int, completion: Completion) -> None:
         """Writes the completion of a prompt. What goes wrong is kept in `error`."""
-        if self._file is None or self.error is not None:
+        if self._path is None or self.error is not None:
             return
         line = _line(self._prompts[index], completion).encode("utf-8", "replace")
+        if self._file is None:
+            try:
+                self._file = io.FileIO(self._path, "x")
+            except OSError as error:
+                self.error = f"cannot write {self._path}: {error.strerror}"
+                return
         end = self._file.tell()
         try:
             written = 0
