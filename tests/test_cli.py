@@ -197,7 +197,7 @@ class TestGenerate:
         text = specjax.generate(target, "none", ["hello"], max_new_tokens=12).completions[0].text
         assert outcome.out.startswith(f"> hello\n{text}\n\n")
         assert re.search(
-            r"Warning: the drafter's logits were NaN, or all -inf, for \d+ drafts", outcome.out
+            r"warning: the drafter's logits were NaN, or all -inf, for \d+ drafts", outcome.err
         )
 
     def test_warnings_are_one_line(self, command, folder, target):

@@ -1,4 +1,4 @@
-"""What a benchmark runs: a target, and drafters that speed it up."""
+"""A target and how it is run, and drafters that speed it up."""
 
 from __future__ import annotations
 
