@@ -66,6 +66,33 @@ class TestPasses:
             passes, V, dtype=dtype, draft_dtype=draft_dtype, guess=guess, valid=V - 3, seed=seed
         ).check_rejection()
 
+    def test_sampled_and_certain_rows_may_be_mixed(self, passes):
+        """Each row is what it is in a batch of its own kind, and the two kinds differ."""
+        case = Round(passes, 700, valid=690)
+        draft_BM, q = case.sample(draft=True)
+        argmax_BT, target = case.sample(keys=False)
+        noise = case.temperature_B, case.u_BM, case.key_BT2
+
+        def rejected(distributions, sampled_B=None):
+            accepted_B, token_B = passes.reject(
+                target,
+                argmax_BT,
+                draft_BM,
+                case.count_B,
+                distributions,
+                *noise,
+                num_valid=case.valid,
+                sampled_B=sampled_B,
+            )
+            return np.stack([accepted_B, token_B])
+
+        sampled, certain = rejected(apart(q)), rejected(None)
+        assert (sampled != certain).any(axis=0).sum() > 2
+        for start in (0, 1):
+            sampled_B = np.arange(len(case.count_B)) % 2 == start
+            mixed = rejected(apart(q), sampled_B)
+            np.testing.assert_array_equal(mixed, np.where(sampled_B, sampled, certain))
+
     def test_infinite_logits_come_first_and_last(self, passes):
         """+inf as well: several of them share all of the probability."""
         logits_BTV = np.zeros((64, 1, 300), np.float32)

@@ -35,9 +35,18 @@ def product(implementation: str) -> SimpleNamespace:
     def stats(*args, num_valid):
         return dispatch.function(kernels.__name__, "sample_pass", implementation)(*args, num_valid)
 
-    def reject(target, argmax_BT, draft_BM, count_B, distributions, *noise, num_valid=None):
+    def reject(
+        target,
+        argmax_BT,
+        draft_BM,
+        count_B,
+        distributions,
+        *noise,
+        num_valid=None,
+        sampled_B=None,
+    ):
         runtime = Runtime(implementation=implementation, num_valid_tokens=num_valid)
-        draft = Draft(draft_BM, count_B, distributions=distributions)
+        draft = Draft(draft_BM, count_B, sampled_B, distributions)
         return verify.reject(runtime, target, argmax_BT, draft, *noise)
 
     def residual(target, q, *args, num_valid):
