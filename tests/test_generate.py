@@ -432,6 +432,8 @@ REJECTED = [
     ({"eos_ids": [[1], [-1]], "prompts": ["a", "b"]}, "eos_ids has -1, but ids range from 0"),
     ({"eos_ids": ["</s>"]}, "eos_ids has '</s>', but ids range from 0 to 266"),
     ({"eos_ids": [[1], [2]]}, "eos_ids has 2 sets for 1 prompts"),
+    ({"eos_ids": [[1], 2], "prompts": ["a", "b"]}, "eos_ids must be a list of token ids, or one"),
+    ({"top_k": [[1, 2], 3], "prompts": ["a", "b"]}, "top_k must be one value or one per prompt"),
     ({"page_size": 0}, "page_size must be an integer of at least 1, got 0"),
     ({"page_size": 1.5}, "page_size must be an integer of at least 1, got 1.5"),
     ({"verify": "foo"}, "verify must be one of rejection, coupled, got 'foo'"),

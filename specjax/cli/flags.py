@@ -357,7 +357,7 @@ def parse(
 
 
 def _flags_of(module: Any) -> dict[str, bool]:
-    """For each flag of a command, whether it is boolean. absl's flags are left as they were."""
+    """For each flag of a command, whether it is boolean. absl's flags stay as they were."""
     before = set(FLAGS)
     module.define_flags()
     added = set(FLAGS) - before

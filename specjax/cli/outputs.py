@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -104,7 +105,8 @@ class CompletionWriter:
         order = list(self._lines)
         if order == sorted(order) or self.error is not None:
             return
-        with files.new_file(self._path) as partial:
+        # Every line is in the file already: where there is no room for a sorted copy, it stays.
+        with contextlib.suppress(SpecJAXError), files.new_file(self._path) as partial:
             partial.write_bytes(b"".join(self._lines[index] for index in sorted(order)))
 
 

@@ -183,7 +183,10 @@ def per_prompt(name: str, value: Any, batch_size: int) -> np.ndarray:
       SpecJAXError: for a value out of range or of another type, or another number of values.
     """
     allowed = RANGES[name]
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise SpecJAXError(f"{name} must be one value or one per prompt, got {value!r}") from error
     if array.shape not in ((), (batch_size,)):
         raise SpecJAXError(f"{name} has {array.size} values for {batch_size} prompts")
     if allowed.kind is int:
@@ -268,6 +271,8 @@ def _split_sets(eos_ids: Any, batch_size: int) -> list[tuple[int, ...]]:
     sets = list(eos_ids)
     if not sets or np.isscalar(sets[0]):
         sets = [sets] * batch_size
+    if any(np.isscalar(ids) for ids in sets):
+        raise SpecJAXError("eos_ids must be a list of token ids, or one list per prompt, not both")
     if len(sets) != batch_size:
         raise SpecJAXError(f"eos_ids has {len(sets)} sets for {batch_size} prompts")
     return [tuple(ids) for ids in sets]
