@@ -1,10 +1,10 @@
-"""From prompts to arrays: the one place that encodes, validates and pads them.
+"""From prompts to arrays: the only module that encodes, validates and pads them.
 
     prompt_ids = encode_prompts(target, prompts)
     batch = arrays(prompt_ids, max_length=max_lengths(target, prompt_ids, max_new_tokens))
     state = decode.init_jit(params, drafter_params, config, *parallel.put(batch, mesh), chunk)
 
-Whoever has token ids, such as a benchmark, starts with `arrays`.
+Callers that have token ids, such as benchmarks, start with `arrays`.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ def bucket(max_seq_len: int) -> int:
 def prefill_chunk(prompt_length: int) -> int:
     """Returns how many tokens of a prompt to read at a time.
 
-    That is the power of two that holds the longest prompt, from 16 to `MAX_PREFILL_CHUNK`.
+    This is the smallest power of two that holds the longest prompt, from 16 to `MAX_PREFILL_CHUNK`.
     """
     power = 2 ** (prompt_length - 1).bit_length()
     return min(max(16, power), MAX_PREFILL_CHUNK)
