@@ -76,7 +76,7 @@ def save(
 
 
 def bundled(target_config: LlamaConfig) -> pathlib.Path:
-    """Returns the folder of the head that comes with the package for models of this shape.
+    """Returns the path of the bundled head for models of this shape.
 
     Raises:
       SpecJAXError: there is none.
@@ -86,7 +86,7 @@ def bundled(target_config: LlamaConfig) -> pathlib.Path:
             read_config(path.parent).check_target(target_config)
             return path.parent
     raise SpecJAXError(
-        "no EAGLE head for a model of this shape comes with SpecJAX; give the folder of one (made "
+        "no EAGLE head is bundled for a model of this shape; give the folder of one (made "
         "with specjax train)"
     )
 

@@ -96,7 +96,7 @@ def missing_interpreter() -> str | None:
 def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
     """Chooses as if JAX's default device were a GPU of this compute capability.
 
-    This is for compiling for an absent GPU. It has effect while functions are traced. A function
+    This is for compiling for an absent GPU. It takes effect while functions are traced. A function
     that was traced before, under another choice, is not traced again by itself: pass the
     implementation explicitly, which is a static argument.
     """

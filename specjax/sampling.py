@@ -1,4 +1,4 @@
-"""From logits to distributions and tokens: all of temperature, filters and randomness.
+"""From logits to distributions and tokens: temperature, filters and randomness, all in one module.
 
 Drafts, verified tokens and bonus tokens all go through `sample`, so a filter holds for all of them
 or for none. Every random number comes from a key made of (sequence seed, absolute position,

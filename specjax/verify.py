@@ -70,7 +70,7 @@ def verify(
     position_BT = position_B[:, None] + jnp.arange(logits_BTV.shape[1])
     has_drafts = logits_BTV.shape[1] > 1
     is_greedy = arrays.temperature_B is None
-    # Without drafts, or greedily, both methods are the same.
+    # Without drafts, or at temperature 0, both methods give the same result.
     if method == "rejection" and has_drafts and not is_greedy:
         return _verify_rejection(runtime, logits_BTV, draft, arrays, position_BT)
     return _verify_coupled(runtime, logits_BTV, draft, arrays, position_BT)

@@ -1,4 +1,5 @@
-"""Benchmark of the kernels: whether they are right, and how near they come to the memory's rate.
+"""Benchmark of the kernels: whether they are right, and how close they come to the memory's
+bandwidth.
 
 `check` compares each kernel with the reference. Nothing is measured if a kernel is wrong.
 
@@ -31,10 +32,10 @@ from specjax.kernels.paged_attention import paged_attention
 from specjax.kernels.sampling import residual_pass, sample_pass
 
 L2_BYTES = 50 * 2**20  # of an H100 and an H200
-KERNEL = "mosaic_gpu"  # names the kernel's figures, also where the kernel is interpreted
+KERNEL = "mosaic_gpu"  # name of the kernel's figures, even if it is interpreted
 BASELINE = "jax"  # JAX's own op, beside our implementations
-FIXED_COST_GOAL = 8e-6  # seconds of a call for one token with
-FIXED_COST_CONTEXT = 64  # positions to attend to
+FIXED_COST_GOAL = 8e-6  # seconds of a call for one token over FIXED_COST_CONTEXT positions
+FIXED_COST_CONTEXT = 64
 ESTIMATED_RATE = 2e12  # bytes per second, to begin a measurement with
 
 # Passes over the vocabulary in the order of importance: operation, mode.
@@ -48,7 +49,7 @@ PASSES = (
 
 
 class Sizes(NamedTuple):
-    """What is run.
+    """Sizes of the checks and measurements.
 
     Attributes:
       heads: N, K and H of attention.
@@ -194,7 +195,7 @@ def run(
         report.checks.append(name)
         try:
             found = problems()
-        except Exception as error:  # whatever a kernel does wrong is a failure of this check
+        except Exception as error:  # any exception is a failure of this check
             found = [_in_short(error)]
         report.failures += [f"{name}: {problem}" for problem in found]
     if not report.failures:
@@ -235,8 +236,8 @@ def seconds_per_call(
 ) -> float:
     """Returns the seconds of `carry = step(carry, input, *fixed)`, median of several measurements.
 
-    A compiled program runs the steps over all inputs in a loop of about 2 ms, with a number of
-    turns that XLA knows (after each turn of any other loop it would ask the device). The host
+    A compiled program runs the steps over all inputs in a loop of about 2 ms, with a trip count
+    that XLA knows (in any other loop it would query the device after each iteration). The host
     starts the program once, and many times in a row; the difference counts. The time to start, and
     to notice the end, is in both.
 
@@ -245,7 +246,7 @@ def seconds_per_call(
       carry: is donated.
       inputs: pytrees of arrays that the calls alternate between.
       sizes: with the length and number of measurements.
-      num_bytes: that a call moves, to estimate the number of turns.
+      num_bytes: that a call moves, to estimate the trip count.
       fixed: pytrees of arrays that are the same for all calls.
     """
     turns = 1

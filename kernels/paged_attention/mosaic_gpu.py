@@ -256,8 +256,8 @@ def _kernel(
 
     @pl.when(wg < consumers)
     def attend():
-        # Three warpgroups have 512 registers per lane together, or the last to ask would wait for
-        # ever.
+        # Three warpgroups share 512 registers per lane: with a larger sum the last one would wait
+        # for ever.
         plgpu.set_max_registers(232, action="increase")
         first_row = (tile * consumers + wg) * ROWS
         my_rows = pl.ds(0, rows)  # of a partial tile the others stay undefined, and are not used

@@ -31,7 +31,7 @@ class Costs:
       plain_seconds: a plain step.
       draft: c, what the drafter adds to a round, its own bookkeeping included, divided by K.
       verify: v, the target's pass over K + 1 tokens, verification and bookkeeping included.
-      call_seconds: cost of a call of the loop besides its rounds: the host's part.
+      call_seconds: host overhead of a call of the loop, besides its rounds.
     """
 
     plain_seconds: float

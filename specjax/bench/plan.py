@@ -162,8 +162,7 @@ def make(target: LlamaConfig, draft: LlamaConfig | None, gpu: Gpu, workload: Wor
     """Returns the plan for a target, and perhaps a draft model, on GPUs of one kind.
 
     Raises:
-      SpecJAXError: models that do not go together, degrees that do not work, or models that do not
-        fit.
+      SpecJAXError: incompatible models, degrees that do not divide them, or models that do not fit.
     """
     utilization = workload.gpu_memory_utilization
     if not 0 < utilization <= 1:
@@ -215,8 +214,8 @@ def _too_large(
     }
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.items())
     return SpecJAXError(
-        f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, but "
-        f"{sum(needed.values()) / 1e9:.2f} GB are needed: {listed}"
+        f"does not fit: requires {sum(needed.values()) / 1e9:.2f} GB on each GPU, may use "
+        f"{usable / 1e9:.2f} GB: {listed}"
     )
 
 

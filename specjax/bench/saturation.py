@@ -55,7 +55,7 @@ def measure(
 ) -> list[Point]:
     """Decodes all prompts at every batch size, plainly and with each K in turn.
 
-    Where the last batch would not be full, prompts from all over the list are decoded again.
+    If the last batch would not be full, it is filled with prompts from all over the list.
 
     Args:
       setup: the target and how it is run.

@@ -51,7 +51,8 @@ class Setup:
     def is_exact(self) -> bool:
         """Whether greedy texts must be equal with and without speculation.
 
-        In less than float32, passes over one and over several tokens may round near ties apart.
+        In less than float32, passes over one and over several tokens may decide near ties
+        differently.
         """
         return self.target.dtype == np.float32
 
@@ -77,7 +78,7 @@ class Setup:
         )
 
     def make_drafters(self, speculation: Speculation) -> list[tuple[Drafter, Any]]:
-        """Makes each drafter that the name of one lists, with its parameters.
+        """Makes each drafter that the name of `speculation` lists, with its parameters.
 
         Raises:
           SpecJAXError: a drafter, draft or option that cannot be used.

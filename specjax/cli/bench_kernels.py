@@ -37,7 +37,7 @@ def define_flags() -> None:
         "tiny",
         False,
         "Tiny sizes, in Pallas' interpreter where no GPU can run the kernels: shows that "
-        "everything runs. The figures are of no use.",
+        "everything runs. The figures are meaningless.",
     )
 
 

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
 
 
 def describe(device: jax.Device) -> str:
-    """Kind of a device, and its compute capability and memory where JAX knows them."""
+    """Kind of a device, and its compute capability and memory if JAX reports them."""
     facts = [f"{device.device_kind} ({device.platform})"]
     if capability := getattr(device, "compute_capability", None):
         facts.append(f"compute capability {capability}")

@@ -27,7 +27,7 @@ class Prompts:
 
     Attributes:
       prompts: texts or chats.
-      names: what errors call them, such as a file and line.
+      names: their names in errors, such as a file and line.
       options: by name, sampling options of every prompt.
     """
 
@@ -50,7 +50,7 @@ def define_flags() -> None:
         "chat", False, "Wrap each prompt in the model's chat template as a message of the user."
     )
     flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to generate per prompt.")
-    flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
+    flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 takes the most likely token.")
     flags.DEFINE_integer("top_k", 0, "Sample from this many most likely tokens; 0 is off.")
     flags.DEFINE_float(
         "top_p", 1.0, "Sample from the smallest set of most likely tokens with this mass."
@@ -96,13 +96,13 @@ def read_prompts(
       is_chat: wraps texts as messages of the user.
 
     Raises:
-      SpecJAXError: naming the file and line at fault; or there is no prompt.
+      SpecJAXError: naming the file and line at fault; or if there is no prompt.
     """
     rows = jsonl.read_prompts(path, jsonl.ROW_OPTIONS) if path else []
     for text in texts:
         rows.append({"prompt": text, "where": f"prompt {len(rows)}"})
     if not rows:
-        raise SpecJAXError("there is no prompt: give --prompt or --prompts_file")
+        raise SpecJAXError("no prompt was given; use --prompt or --prompts_file")
     prompts = []
     for row in rows:
         prompt = row["prompt"]

@@ -49,19 +49,19 @@ class TrainConfig:
     Attributes:
       steps: number of updates of the parameters.
       batch_size: rows per update.
-      gradient_accumulation_steps: number of equal parts in which a batch is read, one by one.
+      gradient_accumulation_steps: number of equal parts of a batch; their gradients are
+        accumulated.
       learning_rate: the highest one; it rises over `warmup` steps and falls along a cosine to a
         twentieth.
       warmup: number of steps in which the learning rate rises.
       weight_decay: of AdamW.
       max_grad_norm: larger gradients are scaled down to this norm.
-      unroll_from: fraction of the steps after which the objective's `ttt_steps` are used; before,
-        one step is.
+      unroll_from: fraction of the steps after which the objective's `ttt_steps` applies; before, it
+        is 1.
       prompt_weight: weight of the tokens of prompts; those after prompts have 1.
       eval_every: steps between evaluations; 0 evaluates at the end only.
       save_every: steps between checkpoints.
-      patience: number of evaluations without a better one after which training ends early; 0 for
-        never.
+      patience: number of evaluations without improvement after which training ends early; 0 is off.
       seed: of the order of the rows.
 
     Raises:
@@ -244,7 +244,7 @@ class Result:
       params: the best parameters of all evaluations, by `evaluate.chain_length`; the last ones if
         there was no evaluation.
       scores: their scores.
-      step: the step that they were reached at.
+      step: the step of these parameters.
       history: one record per step or evaluation.
       out_of_time: whether the time limit ended the run.
     """
@@ -370,7 +370,7 @@ def _train(
         return time.perf_counter() - started
 
     def record(fields: dict) -> None:
-        # As a resumed run reads it.
+        # The same values as in a resumed run.
         fields = json.loads(json.dumps({"step": progress.step, **fields}))
         progress.history.append(fields)
         if on_record:
@@ -397,7 +397,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _stopped_early(config: TrainConfig, progress: _Progress) -> bool:
-    """Whether `patience` evaluations have passed without a better one."""
+    """Whether `patience` evaluations have passed without improvement."""
     worse = 0
     for record in progress.history:
         worse += "held_out" in record and record["step"] > progress.best.step

@@ -3,9 +3,9 @@
 Both are compared over the tokens that the drafter can draft, with the target's distribution
 renormalised to them: among the distributions over those tokens, it is accepted most often.
 
-An objective says what is trained for a drafter, and how. The drafter's module names the module of
-its objective (`OBJECTIVE`, see `specjax.drafters.registry`), which has a class `OBJECTIVE` derived
-from `Objective`.
+An objective defines what is trained for a drafter, and how. The drafter's module names the module
+of its objective (`OBJECTIVE`, see `specjax.drafters.registry`), which has a class `OBJECTIVE`
+derived from `Objective`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def teacher_forward(
     return mapped(target_params, tokens_BS)
 
 
-# --- What every objective has ---------------------------------------------------------------------
+# --- The interface of objectives ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

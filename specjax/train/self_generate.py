@@ -107,7 +107,7 @@ def self_generate(
       The files of the shards.
 
     Raises:
-      SpecJAXError: `output` has rows that were generated otherwise (the message names what
+      SpecJAXError: `output` has rows that were generated with other options (the message names what
         differs); the batch size is no multiple of the number of data-parallel replicas.
     """
     dp_size = parallel.dp_size(target.mesh)
