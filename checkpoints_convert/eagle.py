@@ -139,7 +139,7 @@ def check(
 
 
 def read(path: str | os.PathLike) -> tuple[EagleConfig, Any, jax.Array | None]:
-    """Returns what `save` has written, parameters in the stored dtype.
+    """Returns the head that `save` has written, with parameters in the stored dtype.
 
     Raises:
       SpecJAXError: for files that cannot be read, naming the file and what is wrong with it.
@@ -222,7 +222,7 @@ def _check_header(path: pathlib.Path, config: EagleConfig) -> None:
 
 @contextlib.contextmanager
 def _reading(path: pathlib.Path):
-    """Raises SpecJAXError in place of what safetensors raises for a broken file."""
+    """Raises SpecJAXError in place of safetensors' exceptions for a broken file."""
     try:
         yield
     except (safetensors.SafetensorError, OSError) as error:

@@ -44,8 +44,7 @@ END_OF_GENERATION = (
 
 
 def end_of_generation_ids(metadata: dict[str, Any]) -> set[int]:
-    """Returns the ids that end a generation: those of the file, and those recognised by their
-    text."""
+    """Returns the ids that end a generation, named by the file or recognised by text."""
     ids = set()
     for key in END_KEYS:
         id_ = metadata.get(PREFIX + key)

@@ -54,7 +54,7 @@ class SamplingArrays:
 
 
 def arrays(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingArrays:
-    """Returns `SamplingArrays` of host arrays, with None for what is off in all rows."""
+    """Returns `SamplingArrays` of host arrays, with None for options that are off in all rows."""
     values_and_off = dict(
         temperature_B=(temperature_B, 0),
         top_k_B=(top_k_B, 0),

@@ -149,7 +149,7 @@ class Report:
 
     Attributes:
       checks: names of the checks that were made.
-      failures: what is wrong, after the name of the check or row.
+      failures: descriptions, after the name of the check or row.
       copy_bytes_per_second: the roofline, read and written bytes added; None if a check failed.
       rows: of figures.
       seconds: how long everything took.
@@ -185,7 +185,7 @@ def run(
     """Checks the kernels, then measures in the order of importance until the time is up.
 
     Args:
-      sizes: what is run.
+      sizes: of the checks and measurements.
       page_size: of attention.
       budget_seconds: rows that are not begun by then are skipped, and list why.
       implementation: of the kernels, "mosaic_gpu" or "interpret".
@@ -213,7 +213,7 @@ def run(
 def checks(
     sizes: Sizes, page_size: int, implementation: str = KERNEL
 ) -> Iterator[tuple[str, Callable[[], list[str]]]]:
-    """Yields names of checks, and functions that return what is wrong, in words."""
+    """Yields names of checks, and functions that return descriptions of errors."""
     for starts, T, is_tree, dtype, heads in sizes.check_works:
         N, K, H = heads
         work = f"{'tree' if is_tree else 'chain'} of {T} after {starts}"
@@ -302,8 +302,8 @@ def _measure(measurements: list[Measurement], deadline: float) -> list[str]:
             try:
                 row.seconds[name] = seconds(name)
             except Exception as error:
-                # What does not fit, and what is not ours, must not end the run. An error of our
-                # kernel makes the run fail.
+                # Neither a lack of memory nor an error of another implementation must end the run.
+                # An error of our kernel makes the run fail.
                 reason = _in_short(error)
                 is_memory = "RESOURCE_EXHAUSTED" in reason
                 row.skipped[name] = "out of memory" if is_memory else reason

@@ -199,8 +199,8 @@ def measure(configuration: Configuration, mesh: jax.sharding.Mesh) -> aot.Resour
       RuntimeError: if anything but one kernel of the right name was compiled.
     """
     with dispatch.compiling_for(dispatch.HOPPER), aot.recorded_resources() as recorded:
-        # The kernels have a compiler of their own. What is around them is never run, and need not
-        # be fast.
+        # The kernels have their own compiler. The code around them is never run, and need not be
+        # fast.
         aot.compile_(
             jax.jit(configuration.function),
             aot.abstract(configuration.args, mesh),
@@ -217,7 +217,7 @@ def measure(configuration: Configuration, mesh: jax.sharding.Mesh) -> aot.Resour
 
 
 def problems(found: aot.Resources, limit: int) -> list[str]:
-    """Returns what is wrong with a kernel, in words. `limit` is of shared memory, in bytes."""
+    """Returns descriptions of a kernel's problems. `limit` is of shared memory, in bytes."""
     wrong = []
     if found.spill_bytes:
         wrong.append(f"{found.spill_bytes} bytes of registers are spilled")

@@ -110,7 +110,7 @@ def measure(
     max_new_tokens: int,
     repeats: int,
 ) -> list[Row]:
-    """Greedy decoding by all engines in turn, after one turn that does not count.
+    """Greedy decoding by all engines in turn, after one warm-up turn.
 
     Args:
       setup: the target and how it is run.

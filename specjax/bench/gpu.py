@@ -37,7 +37,7 @@ LOWEST_EPSILON, HIGHEST_EPSILON = 1e-4, 100.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Settings of the benchmark.
 
     Attributes:
       num_draft_layers: first layers of the target, which form the draft model.
@@ -169,7 +169,7 @@ def _random(key, shape, dtype, scale):
 
 
 def scale_tail(params, num_draft_layers: int, factor) -> Any:
-    """Scales, in place, the outputs of the target's further layers to the residual stream."""
+    """Scales, in place, what the target's further layers add to the residual stream."""
     for layer in params["layers"][num_draft_layers:]:
         for part, name in (("attention", "out"), ("mlp", "down")):
             for key in list(layer[part]):

@@ -44,7 +44,7 @@ GPUS = {
 
 
 class Share(NamedTuple):
-    """What a device holds of a model, in bytes.
+    """A device's share of a model, in bytes.
 
     Attributes:
       weights: all of them.
@@ -76,10 +76,10 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The result of `make`. Bytes and seconds are of one device, the batch is of all devices.
+    """The result of `make`. Bytes and seconds are per device; the batch is that of all devices.
 
     Attributes:
-      target, draft, both: what the device holds of the models; nothing of a draft model if there is
+      target, draft, both: the device's shares of the models; empty for a draft model if there is
         none.
       reserve: bytes for the logits of a round and for the widest activations of a chunk of the
         prompts.
@@ -119,7 +119,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A model of a plan: its shape, the number of its shards, and what a device holds of it."""
+    """A model of a plan: its shape, the number of its shards, and a device's share of it."""
 
     config: LlamaConfig
     shards: int
@@ -128,7 +128,7 @@ class _Model:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is decoded, and on how many devices. The fields are flags of `specjax plan`.
+    """The work to plan for, and the number of devices. The fields are flags of `specjax plan`.
 
     Attributes:
       dtype: of weights, keys and values.
@@ -285,7 +285,7 @@ def _reserve(models: dict[str, _Model], workload: Workload) -> int:
 
 
 def memory_table(plan: Plan, devices: str, utilization: float) -> Table:
-    """What each device holds."""
+    """The memory of each device."""
     shares = (plan.target, plan.draft, plan.both)
     weights = [f"{share.weights / 1e9:.2f} GB" for share in shares]
     kv_bytes = [f"{share.kv_per_token:,}" for share in shares]

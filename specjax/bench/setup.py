@@ -1,4 +1,4 @@
-"""What a benchmark runs: a target, and drafters that speed it up."""
+"""Setup of a benchmark: a target, and drafters that speed it up."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Setup:
         )
 
     def make_drafters(self, speculation: Speculation) -> list[tuple[Drafter, Any]]:
-        """Makes each drafter that the name of `speculation` lists, with its parameters.
+        """Makes each drafter that `speculation` lists, with its parameters.
 
         Raises:
           SpecJAXError: a drafter, draft or option that cannot be used.

@@ -23,7 +23,7 @@ def seconds(function: Callable, *arguments) -> float:
 
 
 def interleaved(prepare: dict[str, Callable[[], Callable]], repeats: int) -> dict[str, float]:
-    """Median wall times of calls that take turns, after one turn that does not count.
+    """Median wall times of calls that take turns, after one warm-up turn.
 
     Args:
       prepare: by name, functions that return the function to time.

@@ -1,7 +1,7 @@
 """specjax bench kernels: whether our kernels are right on this GPU, and how fast they are.
 
 Rates stand beside what the GPU's memory can do. Exit code 1: a kernel is wrong or failed, and the
-figures do not count. A goal that is missed is only shown.
+figures are invalid. A missed goal is only reported.
 """
 
 from __future__ import annotations

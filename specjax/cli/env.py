@@ -54,7 +54,7 @@ def describe(device: jax.Device) -> str:
         facts.append(f"compute capability {capability}")
     try:
         memory = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a backend that does not count
+    except jax.errors.JaxRuntimeError:  # a backend without memory statistics
         memory = None
     if memory:
         facts.append(f"{memory / 2**30:.1f} GiB for JAX")

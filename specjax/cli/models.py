@@ -79,7 +79,7 @@ def _load(decoding: Decoding) -> tuple[Model, LoadedDraft | None]:
         )
     mesh = processes.make_mesh(*decoding.degrees)
     drafter = with_draft[0] if with_draft else decoding.drafters[0]
-    # What cannot be used or split is rejected before the other one is read.
+    # Checks both by their headers before either is read.
     opened = load.open_source(decoding.target)
     load.check_drafter(drafter, decoding.draft, opened, mesh)
     target = load.load(decoding.target, dtype=decoding.dtype, mesh=mesh)

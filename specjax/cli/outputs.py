@@ -71,7 +71,7 @@ class CompletionWriter:
         self.close()
 
     def write(self, index: int, completion: Completion) -> None:
-        """Writes the completion of a prompt. What goes wrong is kept in `error`."""
+        """Writes the completion of a prompt. An error is kept in `error`."""
         if self._path is None or self.error is not None:
             return
         line = _line(self._prompts[index], completion).encode("utf-8", "replace")

@@ -50,7 +50,7 @@ CONFIG_HELP = {
     "batch_size": "Rows per update.",
     "gradient_accumulation_steps": "Equal parts of a batch, whose gradients are accumulated.",
     "learning_rate": "Highest learning rate, after the warm-up.",
-    "warmup": "Steps in which the learning rate rises.",
+    "warmup": "Steps over which the learning rate rises.",
     "weight_decay": "Weight decay of AdamW.",
     "max_grad_norm": "Larger gradients are scaled down to this norm.",
     "unroll_from": "Fraction of the steps after which --ttt_steps applies; before, it is 1.",
@@ -66,7 +66,7 @@ def define_flags() -> None:
     """Defines the flags of `specjax train`."""
     common_flags.define_target()
     drafters = losses.trainable_drafters()
-    flags.DEFINE_enum("drafter", registry.DEFAULT_TRAINED, drafters, "What to train.")
+    flags.DEFINE_enum("drafter", registry.DEFAULT_TRAINED, drafters, "Kind of drafter to train.")
     common_flags.define_path(
         "output",
         None,
@@ -117,7 +117,7 @@ def _define_data_flags() -> None:
     flags.DEFINE_list(
         "temperatures",
         ["0", "0", "0.7", "1", "1"],
-        "Temperatures of the continuations, each as often as it is listed.",
+        "Temperatures of the continuations; a repeated value is used more often.",
     )
     flags.DEFINE_bool(
         "stop_at_eos",
@@ -246,7 +246,7 @@ def _check_flags() -> None:
 
 
 def _start() -> Start:
-    """What training starts from, by the flags."""
+    """The starting point of training, by the flags."""
     try:
         aux_layers = tuple(map(int, FLAGS.aux_layers))
     except ValueError:

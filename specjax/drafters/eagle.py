@@ -91,7 +91,7 @@ CATCH_UP = 32  # tokens of skipped rounds that are read at a time
 
 
 def abstract_params(config: EagleConfig, dtype=jnp.float32):
-    """Returns the parameters of a head as `jax.ShapeDtypeStruct`s: what is trained, and stored.
+    """Returns a head's trained and stored parameters as `jax.ShapeDtypeStruct`s.
 
     One decoder layer as in `llama.abstract_params`. Matrices are `[out, in]`; I is the width of
     several inputs side by side.

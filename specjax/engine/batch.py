@@ -344,7 +344,7 @@ def sampling_arrays(params: SamplingParams, batch_size: int) -> SamplingArrays:
 def _eos_table(sets: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns int32 [B, E]; -1 fills unused entries.
 
-    E is the same for most models, so that it does not decide what is compiled.
+    E is the same for most models, so that it rarely causes a new compilation.
     """
     num_columns = max(MIN_EOS_IDS, *map(len, sets))
     table_BE = np.full((len(sets), num_columns), -1, np.int32)

@@ -79,7 +79,7 @@ class Model:
 
 @runtime_checkable
 class LoadedDraft(Protocol):
-    """What `load_drafter` returns: a `Model`, or the result of a drafter's own format.
+    """The result of `load_drafter`: a `Model`, or the result of a drafter's own format.
 
     Attributes:
       config: of the type that the drafter requires.
@@ -343,8 +343,8 @@ def check_same_vocabulary(
 
     The sizes must agree, padding included. If both have tokenizers, every token must have the same
     id in both, except special tokens that only one of them has: no text contains those. Issues a
-    `SpecJAXWarning` that lists such tokens and other differences by which fewer drafts are
-    accepted: the chat template, BOS and EOS.
+    `SpecJAXWarning` that lists such tokens and other differences that lower acceptance: the chat
+    template, BOS and EOS.
 
     Raises:
       SpecJAXError: an id stands for different tokens.

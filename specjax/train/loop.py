@@ -53,7 +53,7 @@ class TrainConfig:
         accumulated.
       learning_rate: the highest one; it rises over `warmup` steps and falls along a cosine to a
         twentieth.
-      warmup: number of steps in which the learning rate rises.
+      warmup: number of steps over which the learning rate rises.
       weight_decay: of AdamW.
       max_grad_norm: larger gradients are scaled down to this norm.
       unroll_from: fraction of the steps after which the objective's `ttt_steps` applies; before, it
@@ -161,7 +161,7 @@ def update(
     """Updates the parameters with the gradient of some batches.
 
     Args:
-      objective: what is minimised (static).
+      objective: the loss that is minimised (static).
       config: of the optimizer (static).
       num_steps: of the objective, at most its `ttt_steps` (static).
       params: of the drafter, donated.
@@ -209,7 +209,7 @@ def indices(config: TrainConfig, num_rows: int, step: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run trains, and on which data.
+    """The objective and the data of a run.
 
     Attributes:
       objective: what is minimised.
@@ -267,7 +267,7 @@ class _Best:
 
 @dataclasses.dataclass
 class _Progress:
-    """What a checkpoint stores: parameters, the optimizer's state, the history and the best."""
+    """The content of a checkpoint: parameters, the optimizer's state, the history and the best."""
 
     params: Any
     opt_state: Any

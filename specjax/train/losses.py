@@ -165,7 +165,7 @@ def teacher_forward(
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What training starts from.
+    """The starting point of training.
 
     Attributes:
       draft: path of a draft to train further; None for a new one.
@@ -182,11 +182,11 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Objective(abc.ABC):
-    """What is trained, and what it minimises. Hashable: a static argument of `jax.jit`.
+    """A trained draft and its loss. Hashable: a static argument of `jax.jit`.
 
     Attributes:
       target_config: of the target.
-      draft_config: of what is trained.
+      draft_config: of the trained draft.
       distance: one of `DISTANCES`.
       ttt_steps: number of consecutive tokens that are predicted from each position, from the second
         on with the drafter's own features (training-time test).
@@ -224,7 +224,7 @@ class Objective(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def make_config(cls, start: Start, target_config: LlamaConfig) -> Any:
-        """Returns the configuration of what is trained.
+        """Returns the configuration of the trained draft.
 
         Raises:
           SpecJAXError: it does not fit the target, or `start` is incomplete or contradictory.
@@ -232,7 +232,7 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def check_shardable(self) -> None:
-        """Raises SpecJAXError unless what is trained can be split over the mesh."""
+        """Raises SpecJAXError unless the trained draft can be split over the mesh."""
 
     @abc.abstractmethod
     def initial(
