@@ -475,9 +475,9 @@ def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
 
 
 def _num_emitted(state: DecodeState, verified: Verified):
-    """Returns how many tokens each row emits, and whether it stops or fails behind them."""
+    """Returns how many tokens each row emits, and whether it stops or fails after them."""
     index_T = jnp.arange(verified.tokens_BT.shape[1])
-    # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
+    # Emission stops after the first end-of-sequence token, which may be an accepted draft.
     is_eos_BT = (verified.tokens_BT[..., None] == state.request.eos_BE[:, None]).any(-1)
     is_eos_BT &= index_T <= verified.accepted_B[:, None]
     is_stop_B = is_eos_BT.any(axis=1)

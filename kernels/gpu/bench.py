@@ -33,7 +33,7 @@ from specjax.kernels.sampling import residual_pass, sample_pass
 
 L2_BYTES = 50 * 2**20  # of an H100 and an H200
 KERNEL = "mosaic_gpu"  # name of the kernel's figures, even if it is interpreted
-BASELINE = "jax"  # JAX's own op, beside our implementations
+BASELINE = "jax"  # JAX's own op, for comparison with our implementations
 FIXED_COST_GOAL = 8e-6  # seconds of a call for one token over FIXED_COST_CONTEXT positions
 FIXED_COST_CONTEXT = 64
 ESTIMATED_RATE = 2e12  # bytes per second, to begin a measurement with

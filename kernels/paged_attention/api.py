@@ -1,4 +1,4 @@
-"""Public functions of paged attention. The implementations are beside this file."""
+"""Public functions of paged attention. The implementations are in this folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Public functions: the passes over a vocabulary, their tiles and shards joined.
 
-The two passes are in the implementations beside this file. Small computations, and the joining of
+The two passes are in the implementations in this folder. Small computations, and the joining of
 tiles and shards, are here, once for all implementations. Nothing here decides what is
 accepted: see `specjax.verify`.
 

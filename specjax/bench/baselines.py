@@ -1,4 +1,4 @@
-"""specjax bench baselines: decoding speed beside other engines.
+"""specjax bench baselines: decoding speed against other engines.
 
 All run the same weights, prompts and dtype in one process, in turn.
 """

@@ -30,7 +30,7 @@ PUBLIC = {
 }
 EXPLANATION = """\
 plain, drafts: tokens/s. Predicted: (1-α^(K+1))/(1-α) tokens over K c + v plain steps. Rounds
-without drafts count as plain steps; an EAGLE head behind another drafter counts as if it ran in
+without drafts count as plain steps; an EAGLE head after another drafter counts as if it ran in
 every round. The last two columns are published for Llama 70B with an 8B draft model on 4 x A100."""
 
 # Runs of one prompt each, by temperature, domain and drafter ("none" for plain decoding): all

@@ -141,7 +141,7 @@ def make_pair(
             f"{num_draft_layers}"
         )
     output_name = "embed_VD" if config.tie_word_embeddings else "lm_head_VD"
-    # One array at a time: all of them in float32 would not fit beside each other.
+    # One array at a time: all of them in float32 would not fit together.
     abstract = llama.abstract_params(config, dtype)
     shapes, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = []

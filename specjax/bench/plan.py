@@ -83,7 +83,7 @@ class Plan:
         none.
       reserve: bytes for the logits of a round and for the widest activations of a chunk of the
         prompts.
-      kv_tokens: tokens whose KV, of both models, fits beside the weights and the reserve.
+      kv_tokens: tokens whose KV, of both models, fits in addition to the weights and the reserve.
       plain, verify: the target's pass over 1 token and over K + 1 tokens of each sequence.
       drafting: the draft model's pass over 1 token; takes no time without a draft model.
       overhead: seconds that a pass of the target takes beyond its roofline; 0 unless measured.

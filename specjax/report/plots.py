@@ -8,7 +8,7 @@ from specjax import files
 
 
 def two_charts():
-    """A figure with two axes beside each other, and these axes. No window: `pyplot` is not used."""
+    """A figure with two axes side by side, and these axes. No window: `pyplot` is not used."""
     # Here, since the import takes half a second, which only commands with plots should wait for.
     from matplotlib.figure import Figure
 
