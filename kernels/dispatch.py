@@ -54,9 +54,9 @@ def function(package: str, name: str, implementation: str) -> Callable:
     second, which no one on a CPU should have to wait for.
 
     Args:
-      package: of the operation; its modules are named like the implementations, and "interpret" is
-        the function in "mosaic_gpu" with the argument `interpret`.
-      name: of the function.
+      package: package of the operation; its modules are named like the implementations, and
+        "interpret" is the function in "mosaic_gpu" with the argument `interpret`.
+      name: name of the function.
       implementation: what `choose` returned.
     """
     is_interpreted = implementation == "interpret"

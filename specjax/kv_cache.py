@@ -70,13 +70,13 @@ def init(
     """Returns an empty cache. `llama.init_cache` makes one for a model on a mesh.
 
     Args:
-      config: of the model.
+      config: configuration of the model.
       batch_size: B.
       max_seq_len: most positions that one sequence may use.
       page_size: Z.
       num_pages: P; by default as many as all sequences need at `max_seq_len` each.
       num_kv_heads: K of this device's shard; by default all of the model's.
-      dtype: of the pools.
+      dtype: dtype of the pools.
 
     Raises:
       SpecJAXError: for a size that is not positive.

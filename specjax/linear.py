@@ -15,7 +15,7 @@ def linear(x, weight, bias=None, *, dtype=None, axes: tuple[str, ...] = ()):
       x: `[B, T, inputs]`.
       weight: `[..., inputs]`, with one or more output axes.
       bias: with the output axes of the weight; None for none.
-      dtype: of the result; by default that of `x`.
+      dtype: dtype of the result; by default that of `x`.
       axes: mesh axes over which the inputs are split. The products are then summed over them.
     """
     # As plain matrices: XLA's CPU compiler transposes, that is copies, a weight with several

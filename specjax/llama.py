@@ -180,13 +180,13 @@ def decoder_layer(
 
     Args:
       layer: its parameters, see `abstract_params`.
-      config: of the model (static).
+      config: configuration of the model (static).
       runtime: how the model runs (static).
       role: see `forward` (static).
       x_BTD: the residual stream before the layer.
       k_pool: keys of the layer, `[P, K, Z, H]`.
       v_pool: values of the layer, `[P, K, Z, H]`.
-      locations: of the new tokens.
+      locations: locations of the new tokens.
 
     Returns:
       The residual stream after it, and both pools with the new keys and values.

@@ -257,7 +257,7 @@ def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Calla
     returned, and the specs are not needed.
 
     Args:
-      function: of as many pytrees as there are `in_specs`.
+      function: takes as many pytrees as there are `in_specs`.
       mesh: from `make_mesh`, or None.
       in_specs: trees of `PartitionSpec`s, one for each argument, or a function `args -> in_specs`.
       out_specs: the tree for the result, or a function that makes it from the result's shapes.
@@ -305,8 +305,8 @@ def logits_axes(num_columns: int, vocab_size: int, mesh: Mesh | None) -> tuple[s
     """Returns the mesh axes over which a drafter's logits are split.
 
     Args:
-      num_columns: of its logits on one device: the whole vocabulary, or the draft model's or the
-        target's shard of it.
+      num_columns: columns of its logits on one device: the whole vocabulary, or the draft model's
+        or the target's shard of it.
       vocab_size: V of the whole vocabulary.
       mesh: from `make_mesh`, or None.
 

@@ -130,7 +130,7 @@ class Row:
       bytes: how many must be moved at least.
       in_l2: whether part of them comes from the L2 cache in these measurements.
       goal: least share of the roofline that is wanted; None for none.
-      seconds: of one call, by implementation.
+      seconds: time of one call, by implementation.
       skipped: why an implementation has no figure.
     """
 
@@ -151,7 +151,7 @@ class Report:
       checks: names of the checks that were made.
       failures: descriptions, after the name of the check or row.
       copy_bytes_per_second: the roofline, read and written bytes added; None if a check failed.
-      rows: of figures.
+      rows: the figures.
       seconds: how long everything took.
     """
 
@@ -185,10 +185,10 @@ def run(
     """Checks the kernels, then measures in the order of importance until the time is up.
 
     Args:
-      sizes: of the checks and measurements.
-      page_size: of attention.
+      sizes: sizes of the checks and measurements.
+      page_size: page size of attention.
       budget_seconds: rows that are not begun by then are skipped, and list why.
-      implementation: of the kernels, "mosaic_gpu" or "interpret".
+      implementation: that of the kernels, "mosaic_gpu" or "interpret".
     """
     start, report = time.monotonic(), Report()
     for name, problems in checks(sizes, page_size, implementation):

@@ -46,7 +46,7 @@ def num_splits_for(num_ctas: int, max_seq_len: int, num_sms: int) -> int:
     every split costs a float32 output to combine.
 
     Args:
-      num_ctas: of a grid without splits.
+      num_ctas: number of CTAs of a grid without splits.
       max_seq_len: positions per sequence.
       num_sms: streaming multiprocessors of the GPU.
     """

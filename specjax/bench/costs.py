@@ -61,7 +61,7 @@ class AlwaysDrafts(Drafter):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Those of the drafter."""
+        """The aux layers of the drafter."""
         return self.drafter.aux_layers
 
     def init(self, params, context, aux_hidden_BSD, chunk_size):
@@ -96,8 +96,8 @@ def measure(
         their costs are added.
       batch_size: rows.
       length: tokens of each row at the start.
-      temperature: of all rows; 0 is greedy.
-      repeats: of which the median counts.
+      temperature: temperature of all rows; 0 is greedy.
+      repeats: number of runs; the median counts.
     """
     target = setup.target
     rng = np.random.default_rng(0)

@@ -45,10 +45,10 @@ class Row:
     Rates are tokens per second of the decode loops, medians over repeats.
 
     Attributes:
-      domain: of the prompts.
+      domain: domain of the prompts.
       drafter: its name.
       num_speculative_tokens: K.
-      temperature: of the prompts.
+      temperature: temperature of the prompts.
       prompts: number of prompts.
       tokens: generated per repeat with the drafter.
       acceptance: α, see `metrics.Acceptance`.
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Of the drafter over plain decoding."""
+        """Speedup of the drafter over plain decoding."""
         return self.speculative / self.plain
 
 
@@ -97,10 +97,10 @@ def measure(
       setup: the target and how it is run.
       prompts: (domain, token ids).
       speculations: drafters by name.
-      temperatures: to decode at.
+      temperatures: sampling temperatures.
       max_new_tokens: per prompt; end-of-sequence tokens end a text, as they do for users.
-      repeats: runs of everything.
-      seed: of the first prompt; the others follow.
+      repeats: number of runs.
+      seed: seed of the first prompt; the others follow.
       on_run: called after every decoding.
 
     Raises:

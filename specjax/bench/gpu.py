@@ -47,13 +47,13 @@ class Options:
       batch_size: rows.
       prompt_length: tokens of every prompt.
       max_new_tokens: generated tokens of every row.
-      dtype: of weights and caches.
-      repeats: of each measurement.
+      dtype: dtype of weights and caches.
+      repeats: number of runs of each measurement.
       searches: most steps of the search for ε.
       copy_bytes: size of the array whose copy shows the bandwidth.
-      implementation: of attention and verification; None for the default.
+      implementation: implementation of attention and verification; None for the default.
       page_size: positions per page of the KV caches.
-      seed: of everything random.
+      seed: seed of all random numbers.
     """
 
     num_draft_layers: int
@@ -98,7 +98,7 @@ class Result:
       verify_by_k: v for each measured K.
       copy_bandwidth: bytes per second that a copy reads and writes.
       weights_bandwidth: bytes of weights per second in plain decoding.
-      seconds_per_round: of speculative decoding, in a call of many rounds.
+      seconds_per_round: time of speculative decoding, in a call of many rounds.
       seconds_per_call: host overhead of a call, besides its rounds.
     """
 
@@ -118,12 +118,12 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding."""
+        """Speedup over plain decoding."""
         return self.speculative / self.plain
 
     @property
     def bandwidth_share(self) -> float:
-        """Of the bandwidth of a copy, in plain decoding."""
+        """Share of the bandwidth of a copy that plain decoding reaches."""
         return self.weights_bandwidth / self.copy_bandwidth
 
 

@@ -23,7 +23,7 @@ class Gpu(NamedTuple):
 
     Attributes:
       memory: bytes.
-      bandwidth: of the memory, in bytes per second.
+      bandwidth: bandwidth of the memory, in bytes per second.
       flops: operations per second on dense bfloat16 or float16 matrices.
     """
 
@@ -105,12 +105,14 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of plain decoding, all sequences together."""
+        """Speed of plain decoding, all sequences together."""
         return self.batch_size / (self.plain.roofline + self.overhead)
 
     def speedup(self, rate: float) -> float:
-        """Over plain decoding, if a draft is accepted with probability `rate` (Leviathan et al.
-        2023, theorem 3.8)."""
+        """Speedup over plain decoding, if a draft is accepted with probability `rate`.
+
+        Leviathan et al. 2023, theorem 3.8.
+        """
         K = self.num_speculative_tokens
         seconds = K * self.drafting.roofline + self.verify.roofline + self.overhead
         tokens = metrics.expected_tokens(rate, K)
@@ -131,7 +133,7 @@ class Workload:
     """The work to plan for, and the number of devices. The fields are flags of `specjax plan`.
 
     Attributes:
-      dtype: of weights, keys and values.
+      dtype: dtype of weights, keys and values.
       tensor_parallel: devices that share one copy of the target.
       draft_tensor_parallel: devices that share one copy of the draft model.
       data_parallel: replicas of both models.

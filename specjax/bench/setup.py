@@ -39,7 +39,7 @@ class Setup:
       target: the model.
       verify: verification method.
       page_size: positions per page of the KV caches.
-      implementation: of attention and verification; None for the default.
+      implementation: implementation of attention and verification; None for the default.
     """
 
     target: Model

@@ -45,9 +45,9 @@ class Decoding:
       verify: verification method.
       page_size: positions per page of the KV caches.
       dtype: name of the dtype to run in; None for the default.
-      implementation: of attention and verification; None for the default.
+      implementation: implementation of attention and verification; None for the default.
       degrees: tensor parallelism of target and draft model, and data parallelism.
-      processes: of the run.
+      processes: processes of the run.
     """
 
     target: str
@@ -262,7 +262,7 @@ def numbers(name: str, values: Sequence[str], kind: type = float) -> list:
     """The numbers in the value of a flag that is a list.
 
     Args:
-      name: of the flag.
+      name: name of the flag.
       values: texts.
       kind: float, for finite numbers of at least 0; or int, for numbers of at least 1.
 
@@ -305,7 +305,7 @@ class _Argument:
 
     Attributes:
       text: the argument.
-      name: of its flag, without dashes; "" for an argument that is no flag.
+      name: name of its flag, without dashes; "" for an argument that is no flag.
       where: flag file and line; None for the command line.
       takes_next: whether the next argument is the flag's value.
     """
@@ -323,7 +323,7 @@ def parse(command: str, arguments: Sequence[str], modules: dict[str, Callable]) 
 
     Args:
       command: name of the command.
-      arguments: of the command line.
+      arguments: arguments of the command line.
       modules: for each command a function that returns its module.
 
     Returns:

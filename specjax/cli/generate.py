@@ -90,8 +90,8 @@ def read_prompts(
     """The prompts of a file and of the command line, in this order.
 
     Args:
-      path: of the file; None for no file.
-      texts: of the command line.
+      path: path of the file; None for no file.
+      texts: texts of the command line.
       defaults: sampling options of prompts without options of their own.
       is_chat: wraps texts as messages of the user.
 
@@ -133,7 +133,7 @@ def run(
 
     Args:
       decoding: how models are loaded and run.
-      prompts: to complete.
+      prompts: the prompts to complete.
       ignore_eos: continues after end-of-sequence tokens.
       compare: also decodes without speculation, and reports both.
       output: JSONL file to write.

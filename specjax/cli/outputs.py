@@ -19,7 +19,7 @@ def check_output(path: str | None, flag: str = "output") -> None:
     """Checks, before any work is done, that a file can be written.
 
     Args:
-      path: of the file; None for no file.
+      path: path of the file; None for no file.
       flag: that gives the path.
 
     Raises:

@@ -164,7 +164,7 @@ class Data:
     """The data of a run.
 
     Attributes:
-      rows: to train on.
+      rows: training data.
       held_out: for evaluation.
       prompts: to continue, see `jsonl.read_prompts`.
     """

@@ -121,7 +121,7 @@ def for_decoding(params, draft_ids_U: jax.Array | None, target_params):
     Args:
       params: see `abstract_params`.
       draft_ids_U: int32 ids of these tokens; None for all, which use the target's own matrix.
-      target_params: of the target.
+      target_params: parameters of the target.
     """
     if draft_ids_U is None:
         return params

@@ -90,7 +90,7 @@ def make(
       num_tokens: number of speculative tokens per round, at least 1.
       target_config: configuration of the target.
       draft_config: configuration of the draft model or EAGLE head, for the drafter that needs one.
-      options: of the drafters, by name; each drafter gets its own.
+      options: options of the drafters, by name; each drafter gets its own.
 
     Raises:
       SpecJAXError: for an unknown drafter or option, an option of another type than its default, a

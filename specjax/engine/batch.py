@@ -65,7 +65,7 @@ def encode(model: Model, prompt: Prompt, name: str) -> tuple[int, ...]:
     Args:
       model: the target.
       prompt: text, token ids, or the messages of a chat.
-      name: of the prompt, for errors and warnings.
+      name: name of the prompt, for errors and warnings.
 
     Raises:
       SpecJAXError: for an empty prompt, ids outside the vocabulary, text for a model without
@@ -123,9 +123,9 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
     a `SpecJAXWarning` is issued.
 
     Args:
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
       text: valid Unicode.
-      name: of the text, for the warning.
+      name: name of the text, for the warning.
     """
     ids = tokenizer.encode(text)
     bos_id = tokenizer.bos_id

@@ -268,7 +268,7 @@ def load_drafter(name: str, path: str | os.PathLike | None, target: Model) -> Lo
     """Loads the draft model or head of a drafter, in the dtype and on the mesh of its target.
 
     Args:
-      name: of the drafter, or several separated by commas, see `specjax.generate`.
+      name: name of the drafter, or several separated by commas, see `specjax.generate`.
       path: checkpoint of the draft; None for the one bundled for this target, if there is one.
       target: the model that it drafts for.
 

@@ -59,8 +59,8 @@ class Evaluation:
     temperature 1 on rows that were generated at 1. Text from other sources counts for both.
 
     Args:
-      objective: of the drafter.
-      target_params: of the target.
+      objective: objective of the drafter.
+      target_params: parameters of the target.
       rows: held-out rows.
       num_positions: number of draft positions.
       batch_size: rows at a time on each data-parallel replica.

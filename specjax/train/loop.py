@@ -54,7 +54,7 @@ class TrainConfig:
       learning_rate: the highest one; it rises over `warmup` steps and falls along a cosine to a
         twentieth.
       warmup: number of steps over which the learning rate rises.
-      weight_decay: of AdamW.
+      weight_decay: weight decay of AdamW.
       max_grad_norm: larger gradients are scaled down to this norm.
       unroll_from: fraction of the steps after which the objective's `ttt_steps` applies; before, it
         is 1.
@@ -62,7 +62,7 @@ class TrainConfig:
       eval_every: steps between evaluations; 0 evaluates at the end only.
       save_every: steps between checkpoints.
       patience: number of evaluations without improvement after which training ends early; 0 is off.
-      seed: of the order of the rows.
+      seed: seed of the order of the rows.
 
     Raises:
       SpecJAXError: for a value out of range.
@@ -162,11 +162,11 @@ def update(
 
     Args:
       objective: the loss that is minimised (static).
-      config: of the optimizer (static).
-      num_steps: of the objective, at most its `ttt_steps` (static).
-      params: of the drafter, donated.
+      config: configuration of the optimizer (static).
+      num_steps: steps of the objective, at most its `ttt_steps` (static).
+      params: parameters of the drafter, donated.
       opt_state: state of `optimizer`, donated.
-      target_params: of the target.
+      target_params: parameters of the target.
       draft_ids_U: tokens that can be drafted; None for all.
       batches: stacked on a first axis, read one after the other.
 
@@ -214,10 +214,10 @@ class Run:
     Attributes:
       objective: what is minimised.
       config: hyperparameters.
-      target_params: of the target.
+      target_params: parameters of the target.
       draft_ids_U: tokens that the drafter can draft; None for all.
       rows: training data.
-      evaluation: of held-out rows; None for none.
+      evaluation: evaluation of held-out rows; None for none.
     """
 
     objective: Objective
@@ -323,7 +323,7 @@ def train(
     Args:
       run: what is trained.
       params: initial parameters, float32; the run takes over their buffers.
-      folder: of checkpoints and the log.
+      folder: folder of checkpoints and the log.
       values: JSON-serialisable values that must match for a run to resume; the fields of
         `run.config` are added.
       on_record: called with each record of the history.

@@ -185,13 +185,13 @@ class Objective(abc.ABC):
     """A trained draft and its loss. Hashable: a static argument of `jax.jit`.
 
     Attributes:
-      target_config: of the target.
-      draft_config: of the trained draft.
+      target_config: configuration of the target.
+      draft_config: configuration of the trained draft.
       distance: one of `DISTANCES`.
       ttt_steps: number of consecutive tokens that are predicted from each position, from the second
         on with the drafter's own features (training-time test).
       decay: weight of each such step relative to the one before.
-      dtype: of the computation; trained parameters are float32.
+      dtype: dtype of the computation; trained parameters are float32.
       mesh: the devices, None for one.
 
     Raises:
@@ -244,7 +244,7 @@ class Objective(abc.ABC):
           target: the target.
           rows: training data.
           start: as for `make_config`.
-          seed: of random parameters.
+          seed: seed of random parameters.
 
         Returns:
           float32 parameters on the mesh, and int32 ids [U] in rising order, None for all.
@@ -261,11 +261,11 @@ class Objective(abc.ABC):
         """Returns the drafter's output for each step.
 
         Args:
-          params: of the drafter.
-          target_params: of the target.
+          params: parameters of the drafter.
+          target_params: parameters of the target.
           draft_ids_U: tokens that can be drafted; None for all.
           batch: the rows.
-          aux_hidden: of the target after `aux_layers`.
+          aux_hidden: hidden states of the target after `aux_layers`.
           num_steps: at most `ttt_steps`.
         """
 
@@ -300,8 +300,8 @@ class Objective(abc.ABC):
         """Returns the loss: the weighted mean distance, summed over steps with `decay`.
 
         Args:
-          params: of the drafter, float32; differentiable.
-          target_params: of the target; constants.
+          params: parameters of the drafter, float32; differentiable.
+          target_params: parameters of the target; constants.
           draft_ids_U: int32 tokens that the drafter can draft; None for all.
           batch: the rows.
           num_steps: at most `ttt_steps` (static).

@@ -69,8 +69,8 @@ class GenerateConfig:
     Attributes:
       max_seq_len: S, most tokens of a row, prompt and continuation.
       batch_size: rows of a shard, generated together.
-      temperatures: of the rows: all equally often, in a seeded order.
-      seed: of everything random.
+      temperatures: temperatures of the rows: all equally often, in a seeded order.
+      seed: seed of all random numbers.
       aux_layers: layers whose residual streams are recorded.
       eos_ids: ids that end a continuation; None for those of the model.
       page_size: positions per page of the cache.
@@ -98,7 +98,7 @@ def self_generate(
     Args:
       target: the model.
       prompts: token ids; at most `max_seq_len` - 1 each.
-      domains: of each prompt.
+      domains: domain of each prompt.
       output: folder of the shards.
       config: how continuations are generated.
       on_shard: called with (number of finished shards, number of shards).
