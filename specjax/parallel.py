@@ -128,7 +128,7 @@ def check_shardable(config: LlamaConfig, num_shards: int, role: str) -> None:
     """Checks that a model can be split over `num_shards` devices.
 
     Raises:
-      SpecJAXError: it cannot. The message lists the degrees that work.
+      SpecJAXError: if it cannot; the message lists the degrees that work.
     """
     sizes = {
         "kv heads": config.num_kv_heads,

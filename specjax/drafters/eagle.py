@@ -66,7 +66,7 @@ class EagleConfig:
         """Checks that the head was made for a target of this shape.
 
         Raises:
-          SpecJAXError: it was not; the message names what differs.
+          SpecJAXError: for another target; the message names what differs.
         """
         sizes = (
             ("width", self.layer.hidden_size, target_config.hidden_size),

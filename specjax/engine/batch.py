@@ -226,7 +226,7 @@ def check_context(model: Model, ids: Sequence[int], name: str) -> None:
     """Checks that a prompt leaves room for at least one token in the model's context.
 
     Raises:
-      SpecJAXError: it does not; the message begins with `name`.
+      SpecJAXError: if it does not; the message begins with `name`.
     """
     limit = model.config.max_position_embeddings
     if len(ids) >= limit:

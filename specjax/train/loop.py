@@ -103,7 +103,7 @@ class TrainConfig:
         """Checks that there are enough rows, and that batches can be split over the mesh.
 
         Raises:
-          SpecJAXError: there are not, or they cannot.
+          SpecJAXError: too few rows, or batches that cannot be split.
         """
         if num_rows < self.batch_size:
             raise SpecJAXError(

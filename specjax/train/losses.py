@@ -227,7 +227,7 @@ class Objective(abc.ABC):
         """Returns the configuration of the trained draft.
 
         Raises:
-          SpecJAXError: it does not fit the target, or `start` is incomplete or contradictory.
+          SpecJAXError: if it does not fit the target, or `start` is incomplete or contradictory.
         """
 
     @abc.abstractmethod
