@@ -375,7 +375,9 @@ def make_array(
     for index in sharding.addressable_devices_indices_map(shape).values():
         indices[str(index)] = index
     slices = {key: read(index) for key, index in indices.items()}
-    return jax.make_array_from_callback(shape, sharding, lambda index: slices[str(index)])
+    # The caller may disallow transfers; this one is explicit, though JAX counts it as implicit.
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(shape, sharding, lambda index: slices[str(index)])
 
 
 def cast(array: Array, dtype: str, name: str) -> Array:

@@ -5,7 +5,7 @@ from specjax.drafters.base import Draft, Drafter
 from specjax.engine.generate import generate
 from specjax.engine.load import Model, load, load_drafter
 from specjax.engine.request import Completion, Generation
-from specjax.errors import SpecJAXError
+from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.parallel import make_mesh
 
 __version__ = "0.1.0"
@@ -18,6 +18,7 @@ __all__ = [
     "Generation",
     "Model",
     "SpecJAXError",
+    "SpecJAXWarning",
     "generate",
     "load",
     "load_drafter",

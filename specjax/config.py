@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from specjax import dtypes
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 
@@ -164,11 +164,15 @@ class Runtime:
     mesh: Mesh | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        if not isinstance(self.page_size, int) or self.page_size < 1:
-            raise SpecJAXError(
-                f"page_size must be an integer of at least 1, got {self.page_size!r}"
-            )
+        object.__setattr__(self, "dtype", dtypes.DTYPES[dtypes.dtype_name(self.dtype)])
+        counts = {"page_size": self.page_size}
+        if self.num_valid_tokens is not None:
+            counts["num_valid_tokens"] = self.num_valid_tokens
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SpecJAXError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise SpecJAXError(f"mesh must come from make_mesh, got {self.mesh!r}")
         if self.implementation not in (None, *dispatch.IMPLEMENTATIONS):
             choices = ", ".join(dispatch.IMPLEMENTATIONS)
             raise SpecJAXError(

@@ -69,9 +69,14 @@ class DecodeConfig:
             raise SpecJAXError(
                 f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}"
             )
-        parallel.check_shardable(
-            self.target, parallel.degree(self.runtime.mesh, "target"), "target"
-        )
+        last = self.target.num_layers - 1
+        for layer in self.aux_layers:
+            if not 0 <= layer <= last:
+                raise SpecJAXError(
+                    f"the drafter reads layer {layer} of the target, whose layers are 0 to {last}"
+                )
+        num_shards = parallel.degree(self.runtime.mesh, "target")
+        parallel.check_shardable(self.target, num_shards, "target")
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -378,10 +383,17 @@ def _sample_draft(config: DecodeConfig, arrays: SamplingArrays, logits_BV, posit
 
 
 def _check_draft(drafter: Drafter, draft: Draft, B: int) -> None:
-    expected = (B, drafter.num_tokens)
-    if draft.tokens_BM.shape != expected:
+    M = drafter.num_tokens
+    shapes = {"tokens": (draft.tokens_BM, (B, M))}
+    shapes |= {"count_B": (draft.count_B, (B,)), "sampled_B": (draft.sampled_B, (B,))}
+    for name, (array, expected) in shapes.items():
+        if array is not None and array.shape != expected:
+            raise SpecJAXError(
+                f"the drafter proposed {name} of shape {array.shape}, expected {expected}"
+            )
+    if draft.distributions is not None and len(draft.distributions) != M:
         raise SpecJAXError(
-            f"the drafter proposed tokens of shape {draft.tokens_BM.shape}, expected {expected}"
+            f"the drafter proposed {len(draft.distributions)} distributions for {M} tokens"
         )
 
 

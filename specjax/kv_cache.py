@@ -16,6 +16,7 @@ from flax import struct
 
 from specjax.config import LlamaConfig
 from specjax.errors import SpecJAXError
+from specjax.lax_utils import with_standard_promotion
 
 
 @struct.dataclass
@@ -47,7 +48,10 @@ class PagedKVCache:
 
     @property
     def num_free(self) -> jax.Array:
-        """Number of free pages, int32 scalar: every other page is in the block table."""
+        """Number of free pages, int32 scalar: every other page is in the block table.
+
+        On a mesh this holds inside the loop, where each replica sees its own pages.
+        """
         held_BX = self.block_table_BX < self.num_pages
         return self.num_pages - held_BX.sum(dtype=jnp.int32)
 
@@ -98,6 +102,7 @@ def init(
     )
 
 
+@with_standard_promotion
 def reserve(cache: PagedKVCache, length_B: jax.Array) -> PagedKVCache:
     """Gives each sequence pages for its first `length_B` positions.
 
@@ -116,6 +121,7 @@ def reserve(cache: PagedKVCache, length_B: jax.Array) -> PagedKVCache:
     return cache.replace(block_table_BX=jnp.where(granted_BX, page_BX, cache.block_table_BX))
 
 
+@with_standard_promotion
 def release(cache: PagedKVCache, rows_B: jax.Array) -> PagedKVCache:
     """Frees all pages of the sequences where `rows_B` (bool) is True."""
     num_pages = cache.num_pages
@@ -133,6 +139,7 @@ def _count_up_to(flag_BX):
     return jnp.cumsum(flag_BX.ravel(), dtype=jnp.int32).reshape(flag_BX.shape)
 
 
+@with_standard_promotion
 def locate(cache: PagedKVCache, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the page and the offset in it of each position, int32 `[B, T]`.
 
@@ -147,6 +154,7 @@ def locate(cache: PagedKVCache, positions_BT: jax.Array) -> tuple[jax.Array, jax
     return jnp.where(exists_BT, page_BT, cache.num_pages), positions_BT % cache.page_size
 
 
+@with_standard_promotion
 def write(
     pool: jax.Array, page_BT: jax.Array, offset_BT: jax.Array, new_BTKH: jax.Array
 ) -> jax.Array:

@@ -152,7 +152,7 @@ def forward(
     """
     locations = locate(config, cache, start_B, tokens_BT.shape[1])
     k_pools, v_pools, aux_hidden = list(cache.k_PKZH), list(cache.v_PKZH), {}
-    x_BTD = embed(params, config, runtime, tokens_BT, role)
+    x_BTD = embed(params, runtime, tokens_BT, role)
     for i, layer in enumerate(params["layers"]):
         x_BTD, k_pools[i], v_pools[i] = decoder_layer(
             layer, config, runtime, role, x_BTD, k_pools[i], v_pools[i], locations
@@ -240,9 +240,7 @@ def down_residual(mlp, h_BTF, x_BTD, axes: tuple[str, ...] = ()):
     return x_BTD + linear(h_BTF, mlp["down_DF"], mlp.get("down_bias_D"), axes=axes)
 
 
-def embed(
-    params, config: LlamaConfig, runtime: Runtime, tokens_BT: jax.Array, role: str = "target"
-) -> jax.Array:
+def embed(params, runtime: Runtime, tokens_BT: jax.Array, role: str = "target") -> jax.Array:
     """Returns embeddings of tokens, `[B, T, D]`; over shards of the vocabulary they are summed."""
     embed_VD = params["embed_VD"]
     axes = parallel.model_axes(runtime.mesh, role)

@@ -210,7 +210,9 @@ def put(tree: Any, mesh: Mesh | None, spec: PartitionSpec | None = ROWS):
 
     def distribute(x, spec):
         sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        # The caller may disallow transfers; this one is explicit, though JAX counts it as implicit.
+        with jax.transfer_guard_host_to_device("allow"):
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     if spec is None:
         split = specs(tree, "target")

@@ -102,6 +102,7 @@ def sample(
     )
 
 
+@with_standard_promotion
 def sample_draft(
     runtime: Runtime,
     vocab_size: int,
@@ -140,6 +141,7 @@ def vocabulary(runtime: Runtime, axes: tuple[str, ...]) -> dict:
     return dict(num_valid=runtime.num_valid_tokens, axis_name=axes or None)
 
 
+@with_standard_promotion
 def thresholds(
     runtime: Runtime, logits_BTV: jax.Array, arrays: SamplingArrays, axes: tuple[str, ...] = ()
 ) -> jax.Array | None:
@@ -241,11 +243,13 @@ def _sum(x, axes: tuple[str, ...]):
     return jax.lax.psum(total, axes) if axes else total
 
 
+@with_standard_promotion
 def uniform(arrays: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
     """Returns one uniform in [0, 1) per position, float32 `[B, T]`; it can be exactly 0."""
     return passes.uniform(keys(arrays, position_BT, stream))
 
 
+@with_standard_promotion
 def keys(arrays: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
     """Returns a key per position, int32 `[B, T, 2]`.
 

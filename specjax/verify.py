@@ -101,6 +101,7 @@ def _verify_rejection(runtime, logits_BTV, draft: Draft, arrays, position_BT) ->
     return Verified(tokens_BT, accepted_B, passes.usable(target.largest_BT))
 
 
+@with_standard_promotion
 def reject(
     runtime: Runtime,
     target: Distribution,
@@ -187,6 +188,7 @@ def accepted_prefix(ok_BM: jax.Array, count_B: jax.Array) -> jax.Array:
     return jnp.cumprod((ok_BM & is_real_BM).astype(jnp.int32), axis=1).sum(axis=1)
 
 
+@with_standard_promotion
 def unusable_drafts(draft: Draft) -> jax.Array:
     """Returns how many drafts per row were sampled from unusable logits, int32 `[B]`.
 

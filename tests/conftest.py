@@ -1,5 +1,4 @@
-"""Tiny random models, and the ways in which tests drive the decode loop: always the product's own
-code."""
+"""Settings made before JAX starts, and fixtures that every test may use."""
 
 # ruff: noqa: E402
 
@@ -24,6 +23,13 @@ FLAGS = [
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+
+# Compiled programs are kept between runs, one folder for each worker: JAX does not write its files
+# atomically. A program that is read from there still counts as compiled.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "xla-tests" / jax.__version__ / WORKER
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 import pytest
 from absl import flags

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from specjax.bench import costs, decode, gpu, paging, saturation
-from specjax.bench.setup import Setup, Speculation
 from specjax.cli import jsonl
 from specjax.config import LlamaConfig
 from specjax.drafters import registry
 from specjax.engine import generate as generation
 from specjax.engine.load import Model
 from specjax.engine.metrics import Acceptance
+from specjax.engine.setup import Setup, Speculation
 from specjax.errors import SpecJAXError
 from specjax.parallel import make_mesh, place
 from support.cli import check_refused, write_model, write_prompts

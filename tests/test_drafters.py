@@ -270,7 +270,7 @@ def test_drafters_are_found_by_name_and_named_when_they_are_not():
         (
             ("eagle,ngram", 3, TARGET.config, tiny_head(TARGET)[0]),
             {},
-            "NgramDrafter cannot follow another drafter",
+            "'ngram' cannot follow another drafter",
         ),
         (("ngram,ngram", 3, TARGET.config), {}, "the same drafter twice"),
         (

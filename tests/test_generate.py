@@ -11,7 +11,7 @@ import pytest
 from tokenizers import processors
 
 import specjax
-from specjax import Draft, Drafter, SpecJAXError, decode, sampling
+from specjax import Draft, Drafter, SpecJAXError, decode, parallel, sampling
 from specjax.config import Runtime
 from specjax.drafters import registry
 from specjax.engine import batch
@@ -778,3 +778,20 @@ def test_drafts_of_a_damaged_draft_model_are_counted_and_change_nothing(target, 
     assert tokens(result) == [c.tokens[:12] for c in plain]
     for completion in result.completions:
         assert completion.unusable_drafts == sum(completion.drafted) > 0
+
+
+def test_loading_and_generating_work_under_strict_settings(target, tmp_path):
+    """No promotion of dtypes or ranks and no implicit transfer, on one device and on a mesh."""
+    texts = []
+    for mesh in (None, parallel.make_mesh(2, 1, 1)):
+        with (
+            jax.numpy_dtype_promotion("strict"),
+            jax.numpy_rank_promotion("raise"),
+            jax.transfer_guard("disallow"),
+        ):
+            model = specjax.load(target.path, mesh=mesh)
+            result = specjax.generate(
+                model, "ngram", [[5, 9, 7, 5, 9]], max_new_tokens=6, temperature=0.9, top_p=0.9
+            )
+        texts.append(tokens(result))
+    assert texts[0] == texts[1]

@@ -20,6 +20,7 @@ FOLDERS = {
 # that is no cycle.
 LAYERS = (
     ("specjax.errors", "specjax.lax_utils", "specjax.linear"),
+    ("specjax.dtypes",),
     ("specjax.config",),
     ("specjax.parallel",),
     ("specjax.kv_cache", "specjax.sampling"),

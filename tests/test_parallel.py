@@ -205,7 +205,7 @@ def test_a_device_with_uniforms_of_its_own_would_be_noticed(monkeypatch):
     in the end."""
     right = sampling.uniform
     monkeypatch.setattr(
-        sampling, "uniform", lambda *args: abs(right(*args) - jax.lax.axis_index("target"))
+        sampling, "uniform", lambda *args: abs(right(*args) - jax.lax.axis_index("tp_target"))
     )
     params, draft_params, config, state = arguments("draft_model", (1, 2, 1), temperature=1)
     generate = jax.jit(

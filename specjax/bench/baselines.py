@@ -16,10 +16,10 @@ import numpy as np
 from rich.table import Table
 
 from specjax.bench import timing
-from specjax.bench.setup import Setup, Speculation
 from specjax.engine import batch, load
 from specjax.engine.load import Model
 from specjax.engine.request import Prompt
+from specjax.engine.setup import Setup, Speculation
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 

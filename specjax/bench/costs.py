@@ -12,12 +12,12 @@ import numpy as np
 
 from specjax import decode, parallel
 from specjax.bench import timing
-from specjax.bench.setup import Setup
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.engine import batch
 from specjax.engine.metrics import Acceptance, expected_tokens
 from specjax.engine.request import SamplingParams
+from specjax.engine.setup import Setup
 
 ROUNDS = 8  # in a call
 PREFILL_CHUNK = 64

@@ -12,9 +12,9 @@ from rich.table import Table
 from specjax import parallel
 from specjax.bench import costs
 from specjax.bench.costs import Costs
-from specjax.bench.setup import Setup, Speculation
 from specjax.engine import metrics
 from specjax.engine.request import Generation
+from specjax.engine.setup import Setup, Speculation
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 

@@ -20,11 +20,11 @@ from rich.table import Table
 from specjax import llama
 from specjax.bench import costs, timing
 from specjax.bench.costs import Costs
-from specjax.bench.setup import Setup, Speculation
 from specjax.config import LlamaConfig
 from specjax.engine import metrics
 from specjax.engine.load import Model
 from specjax.engine.request import Generation
+from specjax.engine.setup import Setup, Speculation
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from rich.table import Table
 
-from specjax.bench.setup import Setup, Speculation
 from specjax.engine.request import Generation
+from specjax.engine.setup import Setup, Speculation
 from specjax.report import plots, tables
 
 

@@ -9,11 +9,11 @@ from absl import flags
 from rich import progress as progress_lib
 
 from specjax.bench import decode, paging
-from specjax.bench.setup import Setup
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, models, outputs, processes
 from specjax.engine import batch
 from specjax.engine.load import Model
+from specjax.engine.setup import Setup
 from specjax.errors import SpecJAXError
 from specjax.report import provenance, tables
 

@@ -6,13 +6,13 @@ import contextlib
 
 from absl import flags
 
-from specjax.bench.setup import Setup, Speculation
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl
 from specjax.engine import generate as generation
 from specjax.engine import load
 from specjax.engine.load import LoadedDraft, Model
 from specjax.engine.request import Generation
+from specjax.engine.setup import Setup, Speculation
 from specjax.errors import SpecJAXError
 from specjax.report import tables
 from specjax.report.stream import TextStream, legend

@@ -19,13 +19,13 @@ from specjax import files
 from specjax.cli.processes import DEFAULT_TIMEOUT, Processes
 from specjax.drafters import registry
 from specjax.dtypes import DTYPES
+from specjax.engine import generate as generation
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.report.provenance import Invocation
 from specjax.verify import METHODS
 
 FLAGS = flags.FLAGS
-MAX_SPECULATIVE_TOKENS = 128
 TARGET_HELP = "The model: a SpecJAX checkpoint or a Hugging Face Llama folder."
 
 # Flags that the functions below define belong to the command that calls them.
@@ -130,7 +130,7 @@ def define_decoding_flags(
             "K, tokens to draft per round (default on a CPU: 2 with a draft model or an EAGLE "
             "head, else 7; on other devices: 5).",
             lower_bound=1,
-            upper_bound=MAX_SPECULATIVE_TOKENS,
+            upper_bound=generation.MAX_SPECULATIVE_TOKENS,
         )
     flags.DEFINE_list(
         "drafter_options",
@@ -307,16 +307,16 @@ class _Argument:
       text: the argument.
       name: name of its flag, without dashes; "" for an argument that is no flag.
       where: flag file and line; None for the command line.
-      takes_next: whether the next argument is the flag's value.
     """
 
     text: str
     name: str = ""
     where: str | None = None
-    takes_next: bool = False
 
 
-def parse(command: str, arguments: Sequence[str], modules: dict[str, Callable]) -> list[str]:
+def parse(
+    command: str, arguments: Sequence[str], modules: dict[str, Callable]
+) -> dict[str, list[str]]:
     """Parses the arguments of a command into absl's flags, which are defined here.
 
     Dashes in names are taken for underscores. In a flag file, flags of other commands are skipped.

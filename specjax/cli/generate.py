@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 from absl import flags
@@ -14,7 +15,7 @@ from specjax.cli.flags import Decoding
 from specjax.engine import batch
 from specjax.engine.load import Model
 from specjax.engine.request import Completion, Generation, Prompt
-from specjax.errors import SpecJAXError
+from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.report import tables
 from specjax.report.stream import TextStream, print_text
 
@@ -178,7 +179,7 @@ def run(
     if compare:
         plain = setup.generate(None, ids, **options)
         runs = {"plain": [plain], **runs}
-    _print_warning(result)
+    _warn_of_unusable_drafts(result)
     K = speculation.num_speculative_tokens or 0
     console.print(tables.speed_table(f"{drafter}, K = {K}", runs, {"speculative": K}))
     if not compare:
@@ -233,13 +234,14 @@ class _Printer:
         self._console.file.flush()
 
 
-def _print_warning(result: Generation) -> None:
-    """Prints that drafts could not be used, if there are any."""
+def _warn_of_unusable_drafts(result: Generation) -> None:
     unusable = sum(completion.unusable_drafts for completion in result.completions)
     if unusable:
-        print(
-            f"Warning: the drafter's logits were NaN, or all -inf, for {unusable} drafts: its "
-            "weights are damaged, or too large for the dtype. The text still follows the target."
+        warnings.warn(
+            f"the drafter's logits were NaN, or all -inf, for {unusable} drafts; its weights are "
+            "damaged, or too large for the dtype; the text still follows the target",
+            SpecJAXWarning,
+            stacklevel=2,
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from specjax.bench.setup import Setup, Speculation
 from specjax.cli import processes
 from specjax.cli.flags import Decoding
 from specjax.drafters import registry
 from specjax.engine import generate as generation
 from specjax.engine import load
 from specjax.engine.load import LoadedDraft, Model
+from specjax.engine.setup import Setup, Speculation
 from specjax.errors import SpecJAXError
 
 

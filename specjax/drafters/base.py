@@ -37,7 +37,8 @@ class Draft(NamedTuple):
     Attributes:
       tokens_BM: int32.
       count_B: int32, how many of the M tokens are real in each row; None where all always are. When
-        no row of the batch has any, the round is a plain one-token step.
+        no row of the batch has any, the round is a plain one-token step. On a mesh it must be the
+        same on all devices that share a row: a function of tokens and integers, not of logits.
       sampled_B: bool, rows whose tokens were sampled from `distributions`; None for all rows. The
         others have one-hot distributions.
       distributions: the M distributions that the tokens were sampled from, as `sample` returned

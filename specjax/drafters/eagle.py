@@ -103,7 +103,7 @@ def abstract_params(config: EagleConfig, dtype=jnp.float32):
 
     model = llama.abstract_params(config.layer, dtype)
     params = {
-        "tap_norms_ID": array(num_layers, D),  # one norm for each of `aux_layers`
+        "tap_norms_ID": array(num_layers, D),  # of `aux_layers`; checkpoints have this name
         "embed_norm_D": array(D),
         "feature_norm_D": array(D),
         "join_DI": array(D, 2 * D),
@@ -193,6 +193,7 @@ class EagleDrafter(Drafter):
         return dataclasses.replace(self, may_rest=True)
 
     def init(self, params, context, aux_hidden_BSD, chunk_size):
+        llama.check_implementation(self.config.layer, context.runtime)
         B, S = context.tokens_BS.shape
         cache = llama.init_cache(self.config.layer, context.runtime, B, S, role="draft")
         last_B = context.length_B - 2
@@ -247,7 +248,7 @@ class EagleDrafter(Drafter):
         """Runs the head on T positions from `start_B` on. Returns its features, and the cache."""
         config, runtime = self.config.layer, context.runtime
         locations = llama.locate(config, cache, start_B, tokens_BT.shape[1])
-        embed_BTD = llama.embed(context.target_params, context.target_config, runtime, tokens_BT)
+        embed_BTD = llama.embed(context.target_params, runtime, tokens_BT)
         x_BTD = join(params, self.config, feature_BTD, embed_BTD)
         x_BTD, k_pool, v_pool = llama.decoder_layer(
             params["layers"][0],

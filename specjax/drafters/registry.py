@@ -116,7 +116,12 @@ def make(
     if len(made) == 1:
         return made[0]
     first, *others = made
-    resting = [drafter.resting() for drafter in others]
+    resting = []
+    for part, drafter in zip(name.split(",")[1:], others, strict=True):
+        try:
+            resting.append(drafter.resting())
+        except SpecJAXError as error:
+            raise SpecJAXError(f"{name!r}: {part!r} cannot follow another drafter") from error
     return FirstOf(num_tokens=num_tokens, drafters=(first, *resting))
 
 

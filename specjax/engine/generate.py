@@ -96,12 +96,13 @@ def generate(
       temperature, top_k, top_p, min_p, seed: see `request.SamplingParams`. These, `max_new_tokens`
         and `eos_ids` have one value for all prompts or one per prompt. In float32 the same prompt
         with the same seed gives the same text, alone or in any batch. Nothing is compiled for what
-        is off for all prompts, or for new values.
+        is off for all prompts, or for new values, unless a budget cuts K.
       eos_ids: ids that end a completion, one set for all prompts or one per prompt; by default
         `target.eos_ids`.
       page_size: positions per page of the key/value caches.
-      implementation: "mosaic_gpu" (this package's kernels) or "xla", for attention and sampling; by
-        default the kernels if they can run, see `specjax env`.
+      implementation: "mosaic_gpu" (this package's kernels), "xla" or "interpret" (the kernels in
+        Pallas' interpreter), for attention and sampling; by default the kernels if they can run,
+        see `specjax env`.
       on_tokens: called while tokens are generated, see `request.OnTokens`. If the mesh spans
         several processes, they need the same arguments, and all or none have `on_tokens`.
       on_completion: called when a prompt is finished, see `request.OnCompletion`; the same holds
@@ -320,13 +321,27 @@ class _Progress:
             self._reported_B[b] = end
 
 
+def check_logits(state: DecodeState, names: Sequence[str]) -> None:
+    """Checks that no row ended because the target's logits were not numbers.
+
+    Args:
+      state: after the loop.
+      names: what errors call the first rows.
+
+    Raises:
+      SpecJAXError: naming the row and the position.
+    """
+    failed_B, length_B = parallel.get((state.failed_B, state.length_B))
+    for b in np.flatnonzero(failed_B[: len(names)]):
+        raise SpecJAXError(
+            f"{names[b]}: the target's logits at position {length_B[b]} are NaN or all -inf; its "
+            "weights are damaged, or too large for the dtype"
+        )
+
+
 def _completions(state: DecodeState, target: Model, num_prompts: int) -> tuple[Completion, ...]:
     state = parallel.get(state.replace(cache=None, drafter=None))
-    for b in np.flatnonzero(state.failed_B[:num_prompts]):
-        raise SpecJAXError(
-            f"prompt {b}: the target's logits at position {state.length_B[b]} are NaN or all "
-            "-inf; its weights are damaged, or too large for the dtype"
-        )
+    check_logits(state, [f"prompt {b}" for b in range(num_prompts)])
     return tuple(_completion(state, b, target.tokenizer) for b in range(num_prompts))
 
 

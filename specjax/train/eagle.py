@@ -142,7 +142,7 @@ def unrolled(
     seen, outputs = [], []  # keys and values of the steps so far
     for i in range(num_steps):
         next_BT = tokens_BS[:, 1 + i : 1 + i + T]
-        embed_BTD = llama.embed(target_params, target_config, Runtime(), next_BT)
+        embed_BTD = llama.embed(target_params, Runtime(), next_BT)
         x_BTD = eagle.join(params, config, feature_BTD, embed_BTD)
         rotation = llama.rotary(config.layer, i + jnp.arange(T)[None])
         q_BTNH, k_BTKH, v_BTKH = llama.qkv(attention, config.layer, x_BTD, rotation)

@@ -21,6 +21,7 @@ from specjax import decode, parallel
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.engine import batch as batch_lib
+from specjax.engine.generate import check_logits
 from specjax.engine.load import Model
 from specjax.engine.request import SamplingParams
 from specjax.errors import SpecJAXError
@@ -191,6 +192,7 @@ def _continue(
     state = decode.generate_jit(target.params, None, decode_config, state)
     found = parallel.get((state.tokens_BS, state.length_B, state.drafter))
     num_rows = len(chosen)
+    check_logits(state, [f"prompt {i}" for i in chosen])
     tokens_BS, length_B, (_, aux_hidden) = jax.tree.map(lambda x: x[:num_rows], found)
     is_text_BS = np.arange(S) < length_B[:, None]
     return Rows(

@@ -1,4 +1,4 @@
-"""Setup of a benchmark: a target, and drafters that speed it up."""
+"""A target with its settings, and drafters that speed it up."""
 
 from __future__ import annotations
 
