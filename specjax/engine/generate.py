@@ -322,7 +322,7 @@ class _Progress:
 
 
 def check_logits(state: DecodeState, names: Sequence[str]) -> None:
-    """Checks that no row ended because the target's logits were not numbers.
+    """Checks that no row ended because the target's logits were NaN, or all -inf.
 
     Args:
       state: after the loop.
