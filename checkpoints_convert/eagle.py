@@ -76,7 +76,7 @@ def save(
 
 
 def bundled(target_config: LlamaConfig) -> pathlib.Path:
-    """Returns the folder of the head that comes with the package for models of this shape.
+    """Returns the path of the bundled head for models of this shape.
 
     Raises:
       SpecJAXError: there is none.
@@ -86,7 +86,7 @@ def bundled(target_config: LlamaConfig) -> pathlib.Path:
             read_config(path.parent).check_target(target_config)
             return path.parent
     raise SpecJAXError(
-        "no EAGLE head for a model of this shape comes with SpecJAX; give the folder of one (made "
+        "no EAGLE head is bundled for a model of this shape; give the folder of one (made "
         "with specjax train)"
     )
 
@@ -139,7 +139,7 @@ def check(
 
 
 def read(path: str | os.PathLike) -> tuple[EagleConfig, Any, jax.Array | None]:
-    """Returns what `save` has written, parameters in the stored dtype.
+    """Returns the head that `save` has written, with parameters in the stored dtype.
 
     Raises:
       SpecJAXError: for files that cannot be read, naming the file and what is wrong with it.
@@ -222,7 +222,7 @@ def _check_header(path: pathlib.Path, config: EagleConfig) -> None:
 
 @contextlib.contextmanager
 def _reading(path: pathlib.Path):
-    """Raises SpecJAXError in place of what safetensors raises for a broken file."""
+    """Raises SpecJAXError in place of safetensors' exceptions for a broken file."""
     try:
         yield
     except (safetensors.SafetensorError, OSError) as error:

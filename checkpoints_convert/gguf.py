@@ -52,7 +52,7 @@ def open_file(path: pathlib.Path) -> table.CheckpointReader:
 def read_config(header: GGUFHeader) -> LlamaConfig:
     """Returns the configuration of a GGUF file.
 
-    Vocabulary size, ties, biases and the factors of "llama3" RoPE are known from the tensors only.
+    Vocabulary size, ties, biases and the factors of "llama3" RoPE come from the tensors.
 
     Raises:
       SpecJAXError: for a model that is not supported.
@@ -170,7 +170,7 @@ class GGUFSource:
             name = names.get(own_name, own_name)  # `check_tensors` rejects unknown names
             self._tensors[name] = tensor
             self.tensors[name] = table.TensorInfo(tensor.shape, _dtype(tensor), str(path))
-        # llama.cpp stores vectors as float32 whatever the dtype of the model: matrices have it.
+        # llama.cpp stores vectors as float32 in all models; matrices have the dtype of the model.
         matrices = [info.dtype for info in self.tensors.values() if len(info.shape) > 1]
         self.dtype = dtypes.widest(matrices)
 

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where the data of each tensor lie.
+"""The header of a GGUF file: metadata, and the location of each tensor's data.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every size in the header is
 compared with the size of the file, and with a limit, before anything is read or built for it.
@@ -46,7 +46,7 @@ MIN_TENSOR_BYTES = 24  # name, number of dimensions, type and offset
 
 
 class GGUFTensor(NamedTuple):
-    """Where the data of a tensor lie.
+    """Location of the data of a tensor.
 
     Attributes:
       name: llama.cpp's name of the tensor.
@@ -64,7 +64,7 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFHeader(NamedTuple):
-    """What a GGUF file has before its data.
+    """The part of a GGUF file before its data.
 
     Attributes:
       metadata: values by name.

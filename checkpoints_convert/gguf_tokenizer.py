@@ -30,9 +30,9 @@ ROLES = {
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Files often name one end-of-sequence token although a turn ends with another. llama.cpp therefore
-# recognises tokens that end a generation by their text, whatever type the file gives them, and so
-# do we: src/llama-vocab.cpp, `special_eog_ids` (commit 00ad355e). Of the tokens for code infilling
-# (the last two rows), llama.cpp takes one of each kind.
+# recognises tokens that end a generation by their text, regardless of their type in the file, and
+# so do we: src/llama-vocab.cpp, `special_eog_ids` (commit 00ad355e). Of the tokens for code
+# infilling (the last two rows), llama.cpp takes one of each kind.
 END_OF_GENERATION = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
     *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
@@ -44,7 +44,7 @@ END_OF_GENERATION = (
 
 
 def end_of_generation_ids(metadata: dict[str, Any]) -> set[int]:
-    """Returns the ids that end a generation: those of the file, and those known by their text."""
+    """Returns the ids that end a generation, named by the file or recognised by text."""
     ids = set()
     for key in END_KEYS:
         id_ = metadata.get(PREFIX + key)

@@ -54,9 +54,9 @@ def function(package: str, name: str, implementation: str) -> Callable:
     second, which no one on a CPU should have to wait for.
 
     Args:
-      package: of the operation; its modules are named like the implementations, and "interpret" is
-        the function in "mosaic_gpu" with the argument `interpret`.
-      name: of the function.
+      package: package of the operation; its modules are named like the implementations, and
+        "interpret" is the function in "mosaic_gpu" with the argument `interpret`.
+      name: name of the function.
       implementation: what `choose` returned.
     """
     is_interpreted = implementation == "interpret"
@@ -96,7 +96,7 @@ def missing_interpreter() -> str | None:
 def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
     """Chooses as if JAX's default device were a GPU of this compute capability.
 
-    This is for compiling for an absent GPU. It has effect while functions are traced. A function
+    This is for compiling for an absent GPU. It takes effect while functions are traced. A function
     that was traced before, under another choice, is not traced again by itself: pass the
     implementation explicitly, which is a static argument.
     """

@@ -11,7 +11,7 @@ def load(ref, index, *, layout, optimized: bool = False):
 
     Args:
       ref: a reference to shared or global memory.
-      index: what stands between brackets, a tuple where there are several.
+      index: the index in brackets; a tuple for several axes.
       layout: a `plgpu.Layout`, or a layout that was derived from one.
       optimized: whether to require the fastest way to load, which not every pair of layouts has.
     """

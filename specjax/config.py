@@ -149,8 +149,8 @@ class Runtime:
       page_size: Z, positions per page of the key/value caches.
       num_valid_tokens: token ids at or above it are never emitted (rows that pad the embedding);
         None for the whole vocabulary.
-      implementation: of attention and sampling, see `kernels.dispatch.choose`; None for the best
-        one available.
+      implementation: implementation of attention and sampling, see `kernels.dispatch.choose`; None
+        for the best one available.
       mesh: devices, from `parallel.make_mesh`; None for one device.
 
     Raises:

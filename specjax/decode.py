@@ -14,13 +14,11 @@ round
   4. adds what was emitted to the length. Keys and values of rejected drafts simply lie beyond it.
 
 `step` is one round. `generate` runs rounds until every row is done, or up to a given number: a
-caller that wants to see text early calls it repeatedly, with the same compiled program and the same
-result.
+caller that streams text calls it repeatedly, with the same compiled program and the same result.
 
-On a mesh every device runs all of this on its own shards (`parallel.on_mesh`), and exchanges with
-the others what `llama.forward` and verification say. The devices of a sequence see the same
-drafts, noise and reduced numbers, and so make the same decisions; those of other sequences do not
-wait for them.
+On a mesh every device runs all of this on its own shards (`parallel.on_mesh`), and communicates in
+`llama.forward`, sampling and verification. The devices of a sequence see the same drafts, noise and
+reduced numbers, and so make the same decisions; those of other sequences do not wait for them.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from specjax.verify import METHODS, Verified, unusable_drafts, verify
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """What is fixed when the loop is compiled. Hashable: a static argument of `jax.jit`.
+    """Static configuration of the loop. Hashable: a static argument of `jax.jit`.
 
     Attributes:
       target: the target model's configuration.
@@ -88,7 +86,7 @@ class DecodeConfig:
 
 @struct.dataclass
 class RequestArrays:
-    """What a request fixes, for each row.
+    """Constants of the request of each row.
 
     Attributes:
       prompt_length_B: int32, at least 1.
@@ -105,7 +103,7 @@ class RequestArrays:
 
 @struct.dataclass
 class RoundLog:
-    """Statistics of the rounds of each row. Round i of a row has column i of the tables.
+    """Statistics of the rounds of each row. Column i of the tables is round i of the row.
 
     Attributes:
       rounds_B: int32, rounds that the row took part in.
@@ -134,7 +132,7 @@ class DecodeState:
         or all -inf.
       cache: the target's keys and values.
       drafter: the drafter's own state.
-      request: what the request fixes.
+      request: constants of the request of each row.
       log: statistics.
     """
 
@@ -161,7 +159,7 @@ def init(
 
     Args:
       params: the target's parameters, see `llama.abstract_params`.
-      drafter_params: the drafter's, in whatever form it needs; None where it has none.
+      drafter_params: the drafter's parameters, a pytree of its own form; None if it has none.
       config: static.
       tokens_BS: int32 prompts, padded on the right with anything to S, the largest length that a
         row can reach.
@@ -207,8 +205,8 @@ def generate(
       drafter_params: the drafter's.
       config: the one that `init` had (static).
       state: from `init`, or from an earlier call that `max_rounds` ended.
-      max_rounds: most rounds to run, int32 scalar; None for no limit. Where a run is cut does not
-        change its result.
+      max_rounds: most rounds to run, int32 scalar; None for no limit. Splitting a run into calls
+        does not change its result.
 
     Returns:
       The state, of the same shapes and dtypes.
@@ -355,9 +353,9 @@ def _step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> D
 def _propose(
     params, drafter_params, config: DecodeConfig, state: DecodeState
 ) -> tuple[Draft, bool, DecodeState]:
-    """Returns what is to be verified, and the state with pages for it.
+    """Returns the draft, whether all rows always have drafts, and the state with pages for it.
 
-    The flag says that every row always has drafts, so that no choice needs to be compiled.
+    The second value is static; where it is true, no choice needs to be compiled.
     """
     B = state.length_B.shape[0]
     draft, drafter_state = Draft(jnp.zeros((B, 0), jnp.int32)), state.drafter
@@ -402,7 +400,7 @@ def _check_draft(drafter: Drafter, draft: Draft, B: int) -> None:
 def _num_to_verify(state: DecodeState, draft: Draft):
     """Returns how many drafts of each row are verified.
 
-    A draft at the position of the last token that a row may emit would be verified for nothing.
+    A draft at the position of the last token that a row may emit is not worth verifying.
     """
     B, M = draft.tokens_BM.shape
     count_B = jnp.full(B, M) if draft.count_B is None else draft.count_B
@@ -489,9 +487,9 @@ def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
 
 
 def _num_emitted(state: DecodeState, verified: Verified):
-    """Returns how many tokens each row emits, and whether it stops or fails behind them."""
+    """Returns how many tokens each row emits, and whether it stops or fails after them."""
     index_T = jnp.arange(verified.tokens_BT.shape[1])
-    # Emission stops behind the first end-of-sequence token, which may be an accepted draft.
+    # Emission stops after the first end-of-sequence token, which may be an accepted draft.
     is_eos_BT = (verified.tokens_BT[..., None] == state.request.eos_BE[:, None]).any(-1)
     is_eos_BT &= index_T <= verified.accepted_B[:, None]
     is_stop_B = is_eos_BT.any(axis=1)
@@ -545,6 +543,6 @@ def _context(params, config: DecodeConfig, state: DecodeState) -> Context:
     )
 
 
-# What callers outside a jit of their own use: one compiled program for all of them.
+# For callers outside `jax.jit`: one compiled program for all of them.
 init_jit = jax.jit(init, static_argnums=(2, 5))
 generate_jit = jax.jit(generate, static_argnums=2, donate_argnums=3)

@@ -19,7 +19,7 @@ def check_platform() -> None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
         wanted = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS") or ""
-        # JAX's reason ends with a remedy of its own; where a plugin is missing there is no reason.
+        # JAX's reason ends with its own remedy; if a plugin is missing there is no reason.
         reason = next(iter(str(error).splitlines()), "").partition(" (set JAX_PLATFORMS")[0]
         detail = f": {reason.rstrip('.')}" if reason else ""
         if not wanted:

@@ -1,7 +1,7 @@
 """Paged key/value cache: a pool of pages per layer, and a block table per sequence, on the device.
 
-The cache does not know how long a sequence is: that is `DecodeState.length_B`, once. It only knows
-which page holds which positions. Positions at or beyond a sequence's length may hold anything;
+The cache stores which page holds which positions, but no lengths: those are in
+`DecodeState.length_B` alone. Positions at or beyond a sequence's length may hold anything;
 attention never reads them. Rolling back after a rejection therefore moves and changes nothing.
 
 On a mesh every data-parallel replica has a cache of its own, whose page ids count its own pages: a
@@ -74,13 +74,13 @@ def init(
     """Returns an empty cache. `llama.init_cache` makes one for a model on a mesh.
 
     Args:
-      config: of the model.
+      config: configuration of the model.
       batch_size: B.
       max_seq_len: most positions that one sequence may use.
       page_size: Z.
       num_pages: P; by default as many as all sequences need at `max_seq_len` each.
       num_kv_heads: K of this device's shard; by default all of the model's.
-      dtype: of the pools.
+      dtype: dtype of the pools.
 
     Raises:
       SpecJAXError: for a size that is not positive.
@@ -106,10 +106,10 @@ def init(
 def reserve(cache: PagedKVCache, length_B: jax.Array) -> PagedKVCache:
     """Gives each sequence pages for its first `length_B` positions.
 
-    Pages that it has stay where they are. A sequence that asks for more than X pages gets X. When
-    no page is free, the sequences last in
-    the batch get fewer pages than they asked for: their table keeps P there, and what is written
-    to such positions is dropped. With as many pages as `init` makes by default this cannot happen.
+    Pages that it has stay where they are. A sequence gets at most X pages. When no page is free,
+    the last sequences of the batch get fewer pages than they need: their table keeps P there, and
+    writes to such positions are dropped. With as many pages as `init` makes by default this cannot
+    happen.
     """
     num_pages, num_free = cache.num_pages, cache.num_free
     index_X = jnp.arange(cache.block_table_BX.shape[1])

@@ -15,7 +15,7 @@ def linear(x, weight, bias=None, *, dtype=None, axes: tuple[str, ...] = ()):
       x: `[B, T, inputs]`.
       weight: `[..., inputs]`, with one or more output axes.
       bias: with the output axes of the weight; None for none.
-      dtype: of the result; by default that of `x`.
+      dtype: dtype of the result; by default that of `x`.
       axes: mesh axes over which the inputs are split. The products are then summed over them.
     """
     # As plain matrices: XLA's CPU compiler transposes, that is copies, a weight with several
@@ -35,7 +35,7 @@ def _matmul(x, weight):
     num_rows, num_outputs = x.shape[0], weight.shape[0]
     # For a few rows XLA's CPU library would first rearrange the whole weight, which costs more
     # than the product. As a batch of products with the weight on the left, it reads the weight as
-    # it lies. One row gains a tenth.
+    # it is stored. One row gains a tenth.
     if num_rows <= CPU_FEW_ROWS and num_outputs % CPU_BLOCKS == 0:
         return jax.lax.platform_dependent(x, weight, cpu=_matmul_in_blocks, default=_matmul_plain)
     return _matmul_plain(x, weight)

@@ -92,7 +92,7 @@ class Output(NamedTuple):
 
 
 class Locations(NamedTuple):
-    """Where the T new tokens of each sequence lie; the same for all layers.
+    """Locations of the T new tokens of each sequence; the same for all layers.
 
     Attributes:
       rotation: see `rotary`.
@@ -110,7 +110,7 @@ class Locations(NamedTuple):
 
 
 def locate(config: LlamaConfig, cache: PagedKVCache, start_B: jax.Array, T: int) -> Locations:
-    """Returns where T new tokens of each sequence lie, the first of them at position `start_B`."""
+    """Returns the locations of T new tokens of each sequence, from position `start_B` on."""
     positions_BT = start_B[:, None] + jnp.arange(T)
     page_BT, offset_BT = kv_cache.locate(cache, positions_BT)
     rotation = rotary(config, positions_BT)
@@ -180,13 +180,13 @@ def decoder_layer(
 
     Args:
       layer: its parameters, see `abstract_params`.
-      config: of the model (static).
+      config: configuration of the model (static).
       runtime: how the model runs (static).
       role: see `forward` (static).
       x_BTD: the residual stream before the layer.
       k_pool: keys of the layer, `[P, K, Z, H]`.
       v_pool: values of the layer, `[P, K, Z, H]`.
-      locations: where the new tokens lie.
+      locations: locations of the new tokens.
 
     Returns:
       The residual stream after it, and both pools with the new keys and values.
@@ -311,10 +311,10 @@ def _rotate(x_BTNH, rotation):
 
 
 def check_implementation(config: LlamaConfig, runtime: Runtime) -> None:
-    """Checks that attention of this model can run as `runtime` says.
+    """Checks that attention of this model can run under `runtime`.
 
     Raises:
-      SpecJAXError: it cannot, and why.
+      SpecJAXError: if it cannot; the message gives the reason.
     """
     q_BTNH = jax.ShapeDtypeStruct((1, 1, config.num_heads, config.head_dim), runtime.dtype)
     pool_shape = (1, config.num_kv_heads, runtime.page_size, config.head_dim)

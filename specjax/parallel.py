@@ -4,7 +4,7 @@ A mesh has three axes:
 
     data       the batch: every data-parallel replica has sequences and pages of its own
     tp_shared  target and draft model are both split over it
-    tp_target  the target alone is split further over it; the draft model is repeated on it
+    tp_target  the target alone is split further over it; the draft model is replicated
 
 With a target over four devices and a draft model over two, `tp_shared` and `tp_target` are two
 each. The target's shards are numbered with `tp_shared` as the higher digit. A device's part of the
@@ -12,7 +12,7 @@ target's vocabulary then lies inside its part of the draft model's, and verifica
 two without exchanging logits.
 
 The axes of an array are the letters at the end of its name (`qkv_KGHD`), or of the name of the
-list that holds it. One table per model says which letters are split.
+list that holds it. One table per model lists the letters that are split.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def check_shardable(config: LlamaConfig, num_shards: int, role: str) -> None:
     """Checks that a model can be split over `num_shards` devices.
 
     Raises:
-      SpecJAXError: it cannot. The message lists the degrees that work.
+      SpecJAXError: if it cannot; the message lists the degrees that work.
     """
     sizes = {
         "kv heads": config.num_kv_heads,
@@ -203,7 +203,7 @@ def put(tree: Any, mesh: Mesh | None, spec: PartitionSpec | None = ROWS):
       tree: arrays, the same in every process.
       mesh: None for the default device.
       spec: how all of them are split, by default along the first axis over the batch; None to
-        split each by the letters of its name. Scalars are repeated.
+        split each by the letters of its name. Scalars are replicated.
     """
     if mesh is None:
         return jax.device_put(tree)
@@ -237,10 +237,10 @@ def check_alike(values: Any, mesh: Mesh | None) -> None:
 
     Args:
       values: pytree of host arrays, numbers and strings.
-      mesh: the mesh; nothing is checked where one process has all of it.
+      mesh: the mesh; nothing is checked if one process has all of it.
 
     Raises:
-      SpecJAXError: in every process, where they were not.
+      SpecJAXError: in every process, if they were not.
     """
     if mesh is None or not mesh.is_multi_process:
         return
@@ -255,18 +255,18 @@ def check_alike(values: Any, mesh: Mesh | None) -> None:
 def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:
     """Returns the function, run by every device on its own shards.
 
-    Devices exchange what the function says, and nothing else. Without a mesh it is the function
-    itself, and the specs are not needed.
+    Devices communicate only where the function does so. Without a mesh the function itself is
+    returned, and the specs are not needed.
 
     Args:
-      function: of as many pytrees as there are `in_specs`.
+      function: takes as many pytrees as there are `in_specs`.
       mesh: from `make_mesh`, or None.
       in_specs: trees of `PartitionSpec`s, one for each argument, or a function `args -> in_specs`.
       out_specs: the tree for the result, or a function that makes it from the result's shapes.
     """
     if mesh is None:
         return function
-    function = jax.jit(function)  # traced once, though its shapes are asked for first
+    function = jax.jit(function)  # traced once, although its shapes are needed first
 
     def mapped(in_specs, out_specs):
         # check_vma cannot prove that replicated outputs agree; they do, since they are computed
@@ -289,7 +289,7 @@ def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Calla
 def agree(tree: Any, mesh: Mesh | None, axes: tuple[str, ...] = ()):
     """Returns the same integers on all devices that share a sequence: those of the first.
 
-    Devices that repeat a draft model compute the same tokens, but might round differently.
+    Devices that replicate a draft model compute the same tokens, but might round differently.
 
     Args:
       tree: integer arrays.
@@ -307,8 +307,8 @@ def logits_axes(num_columns: int, vocab_size: int, mesh: Mesh | None) -> tuple[s
     """Returns the mesh axes over which a drafter's logits are split.
 
     Args:
-      num_columns: of its logits on one device: the whole vocabulary, or the draft model's or the
-        target's shard of it.
+      num_columns: columns of its logits on one device: the whole vocabulary, or the draft model's
+        or the target's shard of it.
       vocab_size: V of the whole vocabulary.
       mesh: from `make_mesh`, or None.
 

@@ -1,9 +1,9 @@
-"""From logits to distributions and tokens: the one place for temperature, filters and randomness.
+"""From logits to distributions and tokens: temperature, filters and randomness, all in one module.
 
 Drafts, verified tokens and bonus tokens all go through `sample`, so a filter holds for all of them
 or for none. Every random number comes from a key made of (sequence seed, absolute position,
 stream). The text of a sequence therefore depends neither on its neighbours or its row in the
-batch nor on how the loop is cut into calls.
+batch nor on how the loop is split into calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SamplingArrays:
 
 
 def arrays(seed_B, temperature_B, top_k_B, top_p_B, min_p_B) -> SamplingArrays:
-    """Returns `SamplingArrays` of host arrays, with None for what is off in all rows."""
+    """Returns `SamplingArrays` of host arrays, with None for options that are off in all rows."""
     values_and_off = dict(
         temperature_B=(temperature_B, 0),
         top_k_B=(top_k_B, 0),
@@ -123,7 +123,7 @@ def sample_draft(
 
     Returns:
       Tokens, int32 `[B]`, and their distributions without the axis T, over this device's part of
-      the target's vocabulary: verification compares the two where they are.
+      the target's vocabulary: verification compares the two on the device.
     """
     mesh = runtime.mesh
     axes = parallel.logits_axes(logits_BV.shape[1], vocab_size, mesh)
@@ -137,7 +137,7 @@ def sample_draft(
 
 
 def vocabulary(runtime: Runtime, axes: tuple[str, ...]) -> dict:
-    """Returns what the passes need to know of the vocabulary, as keyword arguments."""
+    """Returns the keyword arguments of the passes that describe the vocabulary."""
     return dict(num_valid=runtime.num_valid_tokens, axis_name=axes or None)
 
 
@@ -149,8 +149,8 @@ def thresholds(
 
     Every filter keeps the tokens whose logit reaches a threshold, so tokens that tie are kept or
     dropped together. The threshold is compared with unscaled logits: a scaled one may be rounded
-    differently each time that the compiler computes it, and would then not reach itself. Only
-    counts and masses leave a shard. Arguments as for `sample`.
+    differently each time that the compiler computes it, and could then be below itself. Only counts
+    and masses leave a shard. Arguments as for `sample`.
     """
     filters = arrays.top_k_B, arrays.top_p_B, arrays.min_p_B
     if arrays.temperature_B is None or filters == (None, None, None):
@@ -253,8 +253,8 @@ def uniform(arrays: SamplingArrays, position_BT: jax.Array, stream: Stream) -> j
 def keys(arrays: SamplingArrays, position_BT: jax.Array, stream: Stream) -> jax.Array:
     """Returns a key per position, int32 `[B, T, 2]`.
 
-    Distinct keys have independent noise (see `kernels.sampling.noise`), so that seed, position and
-    stream make up the two words as they are.
+    Distinct keys have independent noise (see `kernels.sampling.noise`), so seed, position and
+    stream directly form the two words.
     """
     low_BT = position_BT.astype(jnp.int32) * len(Stream) + int(stream)
     seed_B = jax.lax.bitcast_convert_type(arrays.seed_B, jnp.int32)

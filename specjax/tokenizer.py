@@ -190,7 +190,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except Exception as error:  # a template can raise whatever its expressions raise
+        except Exception as error:  # a template's expressions can raise anything
             reason = files.one_line(error)
             if not isinstance(error, jinja2.TemplateError):
                 reason = f"{type(error).__name__}: {reason}"
@@ -487,7 +487,7 @@ def _add_tokens(
 
 
 def load_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a tokenizer.json, without the truncation and padding of some."""
+    """Returns the tokenizer of a tokenizer.json, without truncation and padding."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception

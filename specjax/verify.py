@@ -70,7 +70,7 @@ def verify(
     position_BT = position_B[:, None] + jnp.arange(logits_BTV.shape[1])
     has_drafts = logits_BTV.shape[1] > 1
     is_greedy = arrays.temperature_B is None
-    # Without drafts or temperature nothing can be rejected by chance.
+    # Without drafts, or at temperature 0, both methods give the same result.
     if method == "rejection" and has_drafts and not is_greedy:
         return _verify_rejection(runtime, logits_BTV, draft, arrays, position_BT)
     return _verify_coupled(runtime, logits_BTV, draft, arrays, position_BT)
@@ -139,7 +139,7 @@ def reject(
     # A draft whose q is not a positive finite number was not sampled from q: the drafter's logits
     # are NaN. It is rejected, and nothing is subtracted from p.
     is_sampled_BM = (q_BM > 0) & (q_BM < jnp.inf)
-    # As a product, so that u = 0 accepts whatever the target can emit, and nothing else.
+    # As a product, so that u = 0 accepts exactly what the target can emit.
     accepted_B = accepted_prefix(is_sampled_BM & (u_BM * q_BM < p_BM), draft.count_B)
 
     is_rejection_B = accepted_B < draft.count_B
@@ -156,13 +156,13 @@ def reject(
         implementation=runtime.implementation,
         **vocabulary,
     )
-    # Where p = q but for rounding, nothing is left, and p itself is right.
+    # Where p = q up to rounding the residual is empty, and p itself is correct.
     recovered_B = jnp.where(residual.mass > 0, residual.token, residual.target_token)
     return accepted_B, jnp.where(is_greedy_B, _at(argmax_BT, accepted_B), recovered_B)
 
 
 def _draft_probability(draft: Draft, temperature_B, vocabulary: dict):
-    """Returns q of each draft, `[B, M]`: 0 where its logits are unusable, 1 where it is certain."""
+    """Returns q of each draft, `[B, M]`: 0 where its logits are unusable, 1 where q is one-hot."""
     if draft.distributions is None:
         return jnp.ones(draft.tokens_BM.shape, jnp.float32)
     columns = []

@@ -352,7 +352,7 @@ def test_baselines_with_transformers(command, folder, prompts, tmp_path):
         (["decode", "--temperatures=-1"], ["--temperatures must be finite and at least 0"]),
         (["decode", "--temperatures=nan"], ["--temperatures must be finite and at least 0"]),
         (["decode", "--drafter=none"], ["--drafter=none"]),
-        (["decode", "--drafter=eagle", "--drafter=draft_model"], ["there is one --draft"]),
+        (["decode", "--drafter=eagle", "--drafter=draft_model"], ["only one can be given"]),
         (
             ["decode", "--drafter=ngram", "--repeats=0"],
             ["--repeats=0: 0 is not a positive integer"],

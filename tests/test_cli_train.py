@@ -161,7 +161,7 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([], ["nothing to train on", "--data", "--self_generate"]),
+        ([], ["no training data", "--data", "--self_generate"]),
         (["--data={text}", "--aux_layers=a"], ["--aux_layers must be numbers of layers"]),
         (
             ["--data={text}", "--aux_layers=1,5"],

@@ -660,7 +660,7 @@ def test_the_functional_api_works_under_strict_settings(name):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-# --- What is refused ------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_the_bundled_head_is_found_by_the_shape_of_the_target(folder, monkeypatc
     monkeypatch.setattr(heads, "BUNDLED", folder.parent)
     assert load(None).path == str(folder)
     other = tiny(6, num_layers=2)
-    with pytest.raises(SpecJAXError, match="no EAGLE head for a model of this shape comes with"):
+    with pytest.raises(SpecJAXError, match="no EAGLE head is bundled for a model of this shape"):
         load(None, Model(other.config, other.params, None, (), "other"))
 
 

@@ -99,7 +99,7 @@ class TestLoading:
             ("draft_model,eagle", "x", "need different drafts; only one can be given"),
             ("foo", "x", "unknown drafter 'foo'; choose from none, "),
             ("draft_model", "/does/not/exist", "/does/not/exist does not exist"),
-            ("eagle", None, "no EAGLE head for a model of this shape comes with SpecJAX"),
+            ("eagle", None, "no EAGLE head is bundled for a model of this shape"),
         ],
     )
     def test_what_cannot_be_loaded(self, target, name, path, message):

@@ -1,4 +1,4 @@
-"""`specjax plan`: its figures against arithmetic by hand, and what it refuses."""
+"""`specjax plan`: its figures against arithmetic by hand, and its errors."""
 
 import json
 import pathlib

@@ -79,7 +79,7 @@ class TestTextStream:
         )
 
     def test_nothing_is_printed_before_there_are_tokens(self, target):
-        """An option that cannot be used is then refused on a clean screen."""
+        """An invalid option then gives its error on a clean screen."""
         console = terminal()
         stream = streams.TextStream(console, target, ["> a"])
         assert console.export_text(clear=False) == ""

@@ -46,7 +46,7 @@ def mesh(target: str = "h100", num_devices: int = 1) -> Mesh:
 
     Args:
       target: name of a description in `targets`.
-      num_devices: of one host.
+      num_devices: number of devices of one host.
 
     Raises:
       ValueError: for an unknown target.
@@ -88,7 +88,7 @@ class Resources(NamedTuple):
     """Resources of one Mosaic GPU kernel, from ptxas and the launch.
 
     Attributes:
-      name: of the kernel.
+      name: name of the kernel.
       threads: per block.
       registers: per thread.
       spill_bytes: bytes of spilled registers, stored and loaded; must be 0.

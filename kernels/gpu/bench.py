@@ -1,4 +1,5 @@
-"""Benchmark of the kernels: whether they are right, and how near they come to the memory's rate.
+"""Benchmark of the kernels: whether they are right, and how close they come to the memory's
+bandwidth.
 
 `check` compares each kernel with the reference. Nothing is measured if a kernel is wrong.
 
@@ -31,10 +32,10 @@ from specjax.kernels.paged_attention import paged_attention
 from specjax.kernels.sampling import residual_pass, sample_pass
 
 L2_BYTES = 50 * 2**20  # of an H100 and an H200
-KERNEL = "mosaic_gpu"  # names the kernel's figures, also where the kernel is interpreted
-BASELINE = "jax"  # JAX's own op, beside our implementations
-FIXED_COST_GOAL = 8e-6  # seconds of a call for one token with
-FIXED_COST_CONTEXT = 64  # positions to attend to
+KERNEL = "mosaic_gpu"  # name of the kernel's figures, even if it is interpreted
+BASELINE = "jax"  # JAX's own op, for comparison with our implementations
+FIXED_COST_GOAL = 8e-6  # seconds of a call for one token over FIXED_COST_CONTEXT positions
+FIXED_COST_CONTEXT = 64
 ESTIMATED_RATE = 2e12  # bytes per second, to begin a measurement with
 
 # Passes over the vocabulary in the order of importance: operation, mode.
@@ -48,7 +49,7 @@ PASSES = (
 
 
 class Sizes(NamedTuple):
-    """What is run.
+    """Sizes of the checks and measurements.
 
     Attributes:
       heads: N, K and H of attention.
@@ -129,7 +130,7 @@ class Row:
       bytes: how many must be moved at least.
       in_l2: whether part of them comes from the L2 cache in these measurements.
       goal: least share of the roofline that is wanted; None for none.
-      seconds: of one call, by implementation.
+      seconds: time of one call, by implementation.
       skipped: why an implementation has no figure.
     """
 
@@ -148,9 +149,9 @@ class Report:
 
     Attributes:
       checks: names of the checks that were made.
-      failures: what is wrong, after the name of the check or row.
+      failures: descriptions, after the name of the check or row.
       copy_bytes_per_second: the roofline, read and written bytes added; None if a check failed.
-      rows: of figures.
+      rows: the figures.
       seconds: how long everything took.
     """
 
@@ -184,17 +185,17 @@ def run(
     """Checks the kernels, then measures in the order of importance until the time is up.
 
     Args:
-      sizes: what is run.
-      page_size: of attention.
+      sizes: sizes of the checks and measurements.
+      page_size: page size of attention.
       budget_seconds: rows that are not begun by then are skipped, and list why.
-      implementation: of the kernels, "mosaic_gpu" or "interpret".
+      implementation: that of the kernels, "mosaic_gpu" or "interpret".
     """
     start, report = time.monotonic(), Report()
     for name, problems in checks(sizes, page_size, implementation):
         report.checks.append(name)
         try:
             found = problems()
-        except Exception as error:  # whatever a kernel does wrong is a failure of this check
+        except Exception as error:  # any exception is a failure of this check
             found = [_in_short(error)]
         report.failures += [f"{name}: {problem}" for problem in found]
     if not report.failures:
@@ -212,7 +213,7 @@ def run(
 def checks(
     sizes: Sizes, page_size: int, implementation: str = KERNEL
 ) -> Iterator[tuple[str, Callable[[], list[str]]]]:
-    """Yields names of checks, and functions that return what is wrong, in words."""
+    """Yields names of checks, and functions that return descriptions of errors."""
     for starts, T, is_tree, dtype, heads in sizes.check_works:
         N, K, H = heads
         work = f"{'tree' if is_tree else 'chain'} of {T} after {starts}"
@@ -235,8 +236,8 @@ def seconds_per_call(
 ) -> float:
     """Returns the seconds of `carry = step(carry, input, *fixed)`, median of several measurements.
 
-    A compiled program runs the steps over all inputs in a loop of about 2 ms, with a number of
-    turns that XLA knows (after each turn of any other loop it would ask the device). The host
+    A compiled program runs the steps over all inputs in a loop of about 2 ms, with a trip count
+    that XLA knows (in any other loop it would query the device after each iteration). The host
     starts the program once, and many times in a row; the difference counts. The time to start, and
     to notice the end, is in both.
 
@@ -245,7 +246,7 @@ def seconds_per_call(
       carry: is donated.
       inputs: pytrees of arrays that the calls alternate between.
       sizes: with the length and number of measurements.
-      num_bytes: that a call moves, to estimate the number of turns.
+      num_bytes: that a call moves, to estimate the trip count.
       fixed: pytrees of arrays that are the same for all calls.
     """
     turns = 1
@@ -301,8 +302,8 @@ def _measure(measurements: list[Measurement], deadline: float) -> list[str]:
             try:
                 row.seconds[name] = seconds(name)
             except Exception as error:
-                # What does not fit, and what is not ours, must not end the run. An error of our
-                # kernel makes the run fail.
+                # Neither a lack of memory nor an error of another implementation must end the run.
+                # An error of our kernel makes the run fail.
                 reason = _in_short(error)
                 is_memory = "RESOURCE_EXHAUSTED" in reason
                 row.skipped[name] = "out of memory" if is_memory else reason

@@ -20,7 +20,7 @@ from specjax.kernels.sampling.noise import exponential
 # argument of up to 80 that is off by half a unit in the last place is off by 5e-6, and there are
 # two of them.
 TIE = 1e-5
-# What the drafts of `check_residual` may be: q is a distribution, one-hot, or one-hot in some rows.
+# Kinds of drafts of `check_residual`: q is a distribution, one-hot, or one-hot in some rows.
 DRAFTS = ("sampled", "one-hot", "mixed")
 
 
@@ -33,7 +33,7 @@ def check_attention(
     page_size: int,
     implementation: str = "mosaic_gpu",
 ) -> list[str]:
-    """Returns what is wrong with the outputs of attention, in words.
+    """Returns descriptions of errors in the outputs of attention.
 
     Unwritten positions and pages are NaN. Two roundings to the dtype are allowed, of the weights
     and of the output, each to the nearest: together one unit in the last place of the same
@@ -131,7 +131,7 @@ def random_tree(rng, B: int, T: int) -> jax.Array:
 
 
 class _Inputs(NamedTuple):
-    """Logits of a target and of a drafter that resembles it, and what tokens are sampled with."""
+    """Logits of a target and of a drafter that resembles it, and the sampling parameters."""
 
     logits_BTV: jax.Array
     draft_logits_BMV: jax.Array
@@ -162,7 +162,7 @@ def _inputs(V: int, M: int, dtype: str) -> _Inputs:
 def check_sampling(
     V: int, dtype: str, with_noise: bool = True, implementation: str = "mosaic_gpu"
 ) -> list[str]:
-    """Returns what is wrong with the tokens and distributions of `sample_pass`, in words.
+    """Returns descriptions of errors in the tokens and distributions of `sample_pass`.
 
     They must be the reference's, except for ties within `TIE`. Without noise every token is the
     argmax.
@@ -206,7 +206,7 @@ def check_sampling(
 def check_residual(
     V: int, M: int, drafts: str, dtype: str, implementation: str = "mosaic_gpu"
 ) -> list[str]:
-    """Returns what is wrong with the samples of `residual_pass`, in words.
+    """Returns descriptions of errors in the samples of `residual_pass`.
 
     They must be the reference's, except for ties within `TIE`. `drafts` is one of `DRAFTS`.
     """
@@ -331,7 +331,7 @@ def _wins(token, weight, slack, key):
 
 
 def _problems(right: dict, controls: dict) -> list[str]:
-    """Returns what is not right, and which controls are not wrong, in words."""
+    """Returns descriptions of errors, and of controls that pass the check."""
     problems = []
     for name, ok in right.items():
         wrong = ~np.asarray(ok)

@@ -3,11 +3,11 @@
     make resources          compiles all for an absent H100 and writes kernels/RESOURCES.md
     python -m specjax.kernels.gpu.resources --check         compiles and checks only; needs `aot`
 
-The exit code is 1 if a kernel spills registers or needs more shared memory than there is.
+The exit code is 1 if a kernel spills registers or needs more shared memory than is available.
 
 The code of a kernel depends on the shape of its tiles, not on their number. The number of sequences
 and of kv heads only sets the grid of attention, except that a small grid is split further. So a
-quarter of Llama-3 70B stands for all of it, and of configurations that differ in their grids alone,
+quarter of Llama-3 70B represents all of it, and of configurations that differ in their grids alone,
 one is enough.
 """
 
@@ -40,7 +40,7 @@ HEADS = {
     "Llama-3 8B": (32, 8, 128),
     "Llama-3 70B, a quarter": (16, 2, 128),
     "SmolLM2 135M": (9, 3, 64),
-    "own kv heads": (8, 8, 128),
+    "multi-head attention": (8, 8, 128),
     "16 heads per kv head": (32, 2, 128),
 }
 WORK = {
@@ -73,7 +73,7 @@ ATTENTION = (
     ("SmolLM2 135M", "tree of 64", 16),
     ("SmolLM2 135M", "one token", 64),
     ("SmolLM2 135M", "prompt chunk of 256", 64),
-    ("own kv heads", "chain of 6", 64),
+    ("multi-head attention", "chain of 6", 64),
     ("16 heads per kv head", "tree of 64", 128),
 )
 # The vocabulary decides how wide a load may be: as wide as possible, or of one number for odd
@@ -199,8 +199,8 @@ def measure(configuration: Configuration, mesh: jax.sharding.Mesh) -> aot.Resour
       RuntimeError: if anything but one kernel of the right name was compiled.
     """
     with dispatch.compiling_for(dispatch.HOPPER), aot.recorded_resources() as recorded:
-        # The kernels have a compiler of their own. What is around them is never run, and need not
-        # be fast.
+        # The kernels have their own compiler. The code around them is never run, and need not be
+        # fast.
         aot.compile_(
             jax.jit(configuration.function),
             aot.abstract(configuration.args, mesh),
@@ -217,7 +217,7 @@ def measure(configuration: Configuration, mesh: jax.sharding.Mesh) -> aot.Resour
 
 
 def problems(found: aot.Resources, limit: int) -> list[str]:
-    """Returns what is wrong with a kernel, in words. `limit` is of shared memory, in bytes."""
+    """Returns descriptions of a kernel's problems. `limit` is of shared memory, in bytes."""
     wrong = []
     if found.spill_bytes:
         wrong.append(f"{found.spill_bytes} bytes of registers are spilled")
@@ -272,9 +272,9 @@ def _line(configuration: Configuration, found: aot.Resources) -> str:
 def _document(lines: list[str], limit: int) -> str:
     introduction = f"""# Resources of the kernels
 
-Compiled for an H100 (sm_90a) by jax {jax.__version__}; written by `make resources`. A block may
-have {limit} bytes of shared memory, and nothing may be spilled. `make test` compiles all of this
-again and checks it.
+Compiled for an H100 (sm_90a) by jax {jax.__version__}; written by `make resources`. The limit
+is {limit} bytes of shared memory per block, and no register may be spilled. `make test` compiles
+every configuration again and checks it.
 
 """
     return introduction + "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Public functions of paged attention. The implementations are beside this file."""
+"""Public functions of paged attention. The implementations are in this folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax.kernels import dispatch
 
-# What the Mosaic GPU kernel supports: widths of heads, sizes of pages, query heads per kv head; and
+# Limits of the Mosaic GPU kernel: widths of heads, sizes of pages, query heads per kv head; and
 # CUDA's limit on sequences x kv heads.
 HEADS, PAGES, MAX_GROUP, MAX_GRID = (64, 128), (16, 32, 64, 128), 16, 65535
 MAX_NODES = 64  # new tokens that a row of ancestor bits has room for

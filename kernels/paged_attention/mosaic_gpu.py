@@ -46,7 +46,7 @@ def num_splits_for(num_ctas: int, max_seq_len: int, num_sms: int) -> int:
     every split costs a float32 output to combine.
 
     Args:
-      num_ctas: of a grid without splits.
+      num_ctas: number of CTAs of a grid without splits.
       max_seq_len: positions per sequence.
       num_sms: streaming multiprocessors of the GPU.
     """
@@ -256,8 +256,8 @@ def _kernel(
 
     @pl.when(wg < consumers)
     def attend():
-        # Three warpgroups have 512 registers per lane together, or the last to ask would wait for
-        # ever.
+        # Three warpgroups share 512 registers per lane: with a larger sum the last one would wait
+        # for ever.
         plgpu.set_max_registers(232, action="increase")
         first_row = (tile * consumers + wg) * ROWS
         my_rows = pl.ds(0, rows)  # of a partial tile the others stay undefined, and are not used

@@ -1,12 +1,12 @@
 """Public functions: the passes over a vocabulary, their tiles and shards joined.
 
-The two passes are in the implementations beside this file. What is small, and what joins tiles and
-the shards of a vocabulary, is here, once for all implementations. Nothing here decides what is
+The two passes are in the implementations in this folder. Small computations, and the joining of
+tiles and shards, are here, once for all implementations. Nothing here decides what is
 accepted: see `specjax.verify`.
 
 Bytes: `sample_pass` reads each row of logits once. `residual_pass` reads one row of the target and
 one of the drafter per sequence, `probability` single logits. Nothing of the vocabulary's size is
-written, and nothing of that size crosses from shard to shard: a few numbers per row do.
+written or sent between shards, only a few numbers per row.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def sample_pass(
       temperature_B: float32; 0 takes the first token of the largest logit. None for 0 in all rows,
         which costs least.
       threshold_BT: float32; None lets every logit pass.
-      key_BT2: int32, two words per token to sample; None takes the argmax whatever the temperature.
+      key_BT2: int32, two words per token to sample; None takes the argmax at any temperature.
       num_valid: token ids at or above it are never sampled (static); None for no limit.
       axis_name: mesh axis, or axes, over which the vocabulary is split, inside `jax.shard_map`.
       implementation: see `dispatch.choose`.

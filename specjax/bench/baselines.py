@@ -1,4 +1,4 @@
-"""specjax bench baselines: decoding speed beside other engines.
+"""specjax bench baselines: decoding speed against other engines.
 
 All run the same weights, prompts and dtype in one process, in turn.
 """
@@ -36,13 +36,13 @@ class Row:
     """The figures of one prompt: decoding rates in tokens per second, medians over repeats.
 
     Attributes:
-      name: of the prompt.
+      name: name of the prompt.
       tokens: generated.
-      tokens_per_round: of SpecJAX with speculation.
-      plain: of SpecJAX without speculation.
-      speculative: of SpecJAX with it.
+      tokens_per_round: tokens per round of SpecJAX with speculation.
+      plain: rate of SpecJAX without speculation.
+      speculative: rate of SpecJAX with it.
       roofline: rate if a token took no longer than reading the bytes of the weights once.
-      baselines: of each other engine.
+      baselines: rate of each other engine.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Baselines:
     """The other engines of a run.
 
     Attributes:
-      names: of `BASELINES`.
+      names: names in `BASELINES`.
       num_lookup_tokens: K of their prompt lookup.
       gguf: for llama.cpp, the same weights in float32.
       threads: number of threads; ours is chosen by XLA.
@@ -110,7 +110,7 @@ def measure(
     max_new_tokens: int,
     repeats: int,
 ) -> list[Row]:
-    """Greedy decoding by all engines in turn, after one turn that does not count.
+    """Greedy decoding by all engines in turn, after one warm-up turn.
 
     Args:
       setup: the target and how it is run.

@@ -31,7 +31,7 @@ class Costs:
       plain_seconds: a plain step.
       draft: c, what the drafter adds to a round, its own bookkeeping included, divided by K.
       verify: v, the target's pass over K + 1 tokens, verification and bookkeeping included.
-      call_seconds: cost of a call of the loop besides its rounds: the host's part.
+      call_seconds: host overhead of a call of the loop, besides its rounds.
     """
 
     plain_seconds: float
@@ -61,7 +61,7 @@ class AlwaysDrafts(Drafter):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Those of the drafter."""
+        """The aux layers of the drafter."""
         return self.drafter.aux_layers
 
     def init(self, params, context, aux_hidden_BSD, chunk_size):
@@ -96,8 +96,8 @@ def measure(
         their costs are added.
       batch_size: rows.
       length: tokens of each row at the start.
-      temperature: of all rows; 0 is greedy.
-      repeats: of which the median counts.
+      temperature: temperature of all rows; 0 is greedy.
+      repeats: number of runs; the median counts.
     """
     target = setup.target
     rng = np.random.default_rng(0)

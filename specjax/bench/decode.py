@@ -30,7 +30,7 @@ PUBLIC = {
 }
 EXPLANATION = """\
 plain, drafts: tokens/s. Predicted: (1-α^(K+1))/(1-α) tokens over K c + v plain steps. Rounds
-without drafts count as plain steps; an EAGLE head behind another drafter counts as if it ran in
+without drafts count as plain steps; an EAGLE head after another drafter counts as if it ran in
 every round. The last two columns are published for Llama 70B with an 8B draft model on 4 x A100."""
 
 # Runs of one prompt each, by temperature, domain and drafter ("none" for plain decoding): all
@@ -45,10 +45,10 @@ class Row:
     Rates are tokens per second of the decode loops, medians over repeats.
 
     Attributes:
-      domain: of the prompts.
+      domain: domain of the prompts.
       drafter: its name.
       num_speculative_tokens: K.
-      temperature: of the prompts.
+      temperature: temperature of the prompts.
       prompts: number of prompts.
       tokens: generated per repeat with the drafter.
       acceptance: α, see `metrics.Acceptance`.
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Of the drafter over plain decoding."""
+        """Speedup of the drafter over plain decoding."""
         return self.speculative / self.plain
 
 
@@ -97,10 +97,10 @@ def measure(
       setup: the target and how it is run.
       prompts: (domain, token ids).
       speculations: drafters by name.
-      temperatures: to decode at.
+      temperatures: sampling temperatures.
       max_new_tokens: per prompt; end-of-sequence tokens end a text, as they do for users.
-      repeats: runs of everything.
-      seed: of the first prompt; the others follow.
+      repeats: number of runs.
+      seed: seed of the first prompt; the others follow.
       on_run: called after every decoding.
 
     Raises:

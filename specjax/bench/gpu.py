@@ -1,6 +1,6 @@
-"""specjax bench gpu: a card's figures without real weights.
+"""specjax bench gpu: a GPU's figures without real weights.
 
-The target is large and random, and the draft model agrees with it as often as wished: the target
+The target is large and random, and its agreement with the draft model can be chosen: the target
 repeats the draft model's layers and has further layers, whose outputs are scaled by ε. At 0 the two
 are the same model, and the larger ε the less they agree. ε is searched for a wanted acceptance,
 which is then measured.
@@ -30,30 +30,30 @@ from specjax.report import tables
 
 SIZE = 0.5  # of random weights, in units of one over the root of the number of their inputs
 SPREAD = 3.5  # the same of the output matrix: distributions are about as far from flat as real ones
-CLOSE = 0.015  # to the wanted acceptance: near enough
+CLOSE = 0.015  # tolerance of the acceptance
 FIRST_EPSILON = 0.1
 LOWEST_EPSILON, HIGHEST_EPSILON = 1e-4, 100.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Settings of the benchmark.
 
     Attributes:
-      num_draft_layers: layers of the target that are the draft model.
+      num_draft_layers: first layers of the target, which form the draft model.
       acceptance: the wanted α, at temperature 1.
       num_speculative_tokens: K.
       max_speculative_tokens: v is measured for K = 1 up to this.
       batch_size: rows.
       prompt_length: tokens of every prompt.
       max_new_tokens: generated tokens of every row.
-      dtype: of weights and caches.
-      repeats: of each measurement.
+      dtype: dtype of weights and caches.
+      repeats: number of runs of each measurement.
       searches: most steps of the search for ε.
       copy_bytes: size of the array whose copy shows the bandwidth.
-      implementation: of attention and verification; None for the default.
+      implementation: implementation of attention and verification; None for the default.
       page_size: positions per page of the KV caches.
-      seed: of everything random.
+      seed: seed of all random numbers.
     """
 
     num_draft_layers: int
@@ -72,7 +72,7 @@ class Options:
     seed: int = 0
 
     def check(self, config: LlamaConfig) -> None:
-        """Raises SpecJAXError for what cannot be measured with a target of this shape."""
+        """Raises SpecJAXError for options that do not suit a target of this shape."""
         if not 0 < self.acceptance < 1:
             raise SpecJAXError(
                 f"the wanted acceptance must be between 0 and 1, got {self.acceptance}"
@@ -95,11 +95,11 @@ class Result:
       tokens_per_round: with speculation.
       draft, verify: c and v at the K below, in plain steps.
       predicted: speedup by the formula.
-      verify_by_k: v for each K that was tried.
+      verify_by_k: v for each measured K.
       copy_bandwidth: bytes per second that a copy reads and writes.
       weights_bandwidth: bytes of weights per second in plain decoding.
-      seconds_per_round: of speculative decoding, in a call of many rounds.
-      seconds_per_call: cost of a call besides its rounds: the host's part.
+      seconds_per_round: time of speculative decoding, in a call of many rounds.
+      seconds_per_call: host overhead of a call, besides its rounds.
     """
 
     epsilon: float
@@ -118,12 +118,12 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding."""
+        """Speedup over plain decoding."""
         return self.speculative / self.plain
 
     @property
     def bandwidth_share(self) -> float:
-        """Of the bandwidth of a copy, in plain decoding."""
+        """Share of the bandwidth of a copy that plain decoding reaches."""
         return self.weights_bandwidth / self.copy_bandwidth
 
 
@@ -141,7 +141,7 @@ def make_pair(
             f"{num_draft_layers}"
         )
     output_name = "embed_VD" if config.tie_word_embeddings else "lm_head_VD"
-    # One array at a time: all of them in float32 would not fit beside each other.
+    # One array at a time: all of them in float32 would not fit together.
     abstract = llama.abstract_params(config, dtype)
     shapes, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = []
@@ -169,7 +169,7 @@ def _random(key, shape, dtype, scale):
 
 
 def scale_tail(params, num_draft_layers: int, factor) -> Any:
-    """Scales, in place, what the layers behind the first ones add to the residual stream."""
+    """Scales, in place, what the target's further layers add to the residual stream."""
     for layer in params["layers"][num_draft_layers:]:
         for part, name in (("attention", "out"), ("mlp", "down")):
             for key in list(layer[part]):
@@ -315,6 +315,6 @@ def table(result: Result, wanted_acceptance: float, title: str) -> Table:
     lines |= {
         "predicted speedup": f"{result.predicted:.2f}x",
         "realised / predicted": f"{result.speedup / result.predicted:.2f}",
-        "host's part of a call": f"{1e3 * result.seconds_per_call:.2f} ms",
+        "host overhead of a call": f"{1e3 * result.seconds_per_call:.2f} ms",
     }
     return tables.table(title, ("", ""), lines.items())

@@ -56,7 +56,7 @@ def _time(row: bench.Row, implementation: str, reasons: list[str]) -> str:
     if implementation in row.seconds:
         return f"{1e6 * row.seconds[implementation]:.1f}"
     if implementation not in row.skipped:
-        return ""  # JAX's own op cannot do this at all
+        return ""  # JAX's own op does not support this case
     reason = row.skipped[implementation]
     if reason not in reasons:
         reasons.append(reason)

@@ -31,7 +31,7 @@ class _Cache(NamedTuple):
 
 
 def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[float, float]:
-    """Times the target's pass over one token behind `length` tokens, both ways through XLA.
+    """Times the target's pass over one token after `length` tokens, with XLA for both caches.
 
     Args:
       target: the model.
@@ -50,7 +50,7 @@ def cost(target: Model, *, length: int, page_size: int, repeats: int) -> tuple[f
 
 
 def _prepare(target: Model, kind: _Cache, length: int, page_size: int) -> Callable[[], jax.Array]:
-    """A call that runs one pass; compiled, and run once."""
+    """Returns a function that runs one pass, which has been compiled and run once."""
     config, mesh = target.config, target.mesh
     runtime = target.runtime(page_size, "xla")
     replicas = parallel.dp_size(mesh)
@@ -119,7 +119,7 @@ def _init_contiguous(
 
 
 def _run_contiguous(params, config: LlamaConfig, runtime: Runtime, tokens_BT, length_B, cache):
-    """The operations of `llama.forward`, with keys and values that lie in order."""
+    """The operations of `llama.forward`, with contiguous keys and values."""
     B, T = tokens_BT.shape
     axes = parallel.model_axes(runtime.mesh, "target")
     positions_BT = length_B[:, None] + jnp.arange(T)

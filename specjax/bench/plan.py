@@ -23,7 +23,7 @@ class Gpu(NamedTuple):
 
     Attributes:
       memory: bytes.
-      bandwidth: of the memory, in bytes per second.
+      bandwidth: bandwidth of the memory, in bytes per second.
       flops: operations per second on dense bfloat16 or float16 matrices.
     """
 
@@ -44,7 +44,7 @@ GPUS = {
 
 
 class Share(NamedTuple):
-    """What a device holds of a model, in bytes.
+    """A device's share of a model, in bytes.
 
     Attributes:
       weights: all of them.
@@ -76,14 +76,14 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The result of `make`. Bytes and seconds are of one device, the batch is of all devices.
+    """The result of `make`. Bytes and seconds are per device; the batch is that of all devices.
 
     Attributes:
-      target, draft, both: what the device holds of the models; nothing of a draft model if there is
+      target, draft, both: the device's shares of the models; empty for a draft model if there is
         none.
       reserve: bytes for the logits of a round and for the widest activations of a chunk of the
         prompts.
-      kv_tokens: tokens whose KV, of both models, fits beside the weights and the reserve.
+      kv_tokens: tokens whose KV, of both models, fits in addition to the weights and the reserve.
       plain, verify: the target's pass over 1 token and over K + 1 tokens of each sequence.
       drafting: the draft model's pass over 1 token; takes no time without a draft model.
       overhead: seconds that a pass of the target takes beyond its roofline; 0 unless measured.
@@ -105,12 +105,14 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of plain decoding, all sequences together."""
+        """Speed of plain decoding, all sequences together."""
         return self.batch_size / (self.plain.roofline + self.overhead)
 
     def speedup(self, rate: float) -> float:
-        """Over plain decoding, if a draft is accepted with probability `rate` (Leviathan et al.
-        2023, theorem 3.8)."""
+        """Speedup over plain decoding, if a draft is accepted with probability `rate`.
+
+        Leviathan et al. 2023, theorem 3.8.
+        """
         K = self.num_speculative_tokens
         seconds = K * self.drafting.roofline + self.verify.roofline + self.overhead
         tokens = metrics.expected_tokens(rate, K)
@@ -119,7 +121,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A model of a plan: its shape, the number of its shards, and what a device holds of it."""
+    """A model of a plan: its shape, the number of its shards, and a device's share of it."""
 
     config: LlamaConfig
     shards: int
@@ -128,10 +130,10 @@ class _Model:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is decoded, and on how many devices. The fields are flags of `specjax plan`.
+    """The work to plan for, and the number of devices. The fields are flags of `specjax plan`.
 
     Attributes:
-      dtype: of weights, keys and values.
+      dtype: dtype of weights, keys and values.
       tensor_parallel: devices that share one copy of the target.
       draft_tensor_parallel: devices that share one copy of the draft model.
       data_parallel: replicas of both models.
@@ -162,8 +164,7 @@ def make(target: LlamaConfig, draft: LlamaConfig | None, gpu: Gpu, workload: Wor
     """Returns the plan for a target, and perhaps a draft model, on GPUs of one kind.
 
     Raises:
-      SpecJAXError: models that do not go together, degrees that do not work, or models that do not
-        fit.
+      SpecJAXError: incompatible models, degrees that do not divide them, or models that do not fit.
     """
     utilization = workload.gpu_memory_utilization
     if not 0 < utilization <= 1:
@@ -215,8 +216,8 @@ def _too_large(
     }
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in needed.items())
     return SpecJAXError(
-        f"does not fit: of each GPU {usable / 1e9:.2f} GB may be used, but "
-        f"{sum(needed.values()) / 1e9:.2f} GB are needed: {listed}"
+        f"does not fit: requires {sum(needed.values()) / 1e9:.2f} GB on each GPU, may use "
+        f"{usable / 1e9:.2f} GB: {listed}"
     )
 
 
@@ -286,7 +287,7 @@ def _reserve(models: dict[str, _Model], workload: Workload) -> int:
 
 
 def memory_table(plan: Plan, devices: str, utilization: float) -> Table:
-    """What each device holds."""
+    """The memory of each device."""
     shares = (plan.target, plan.draft, plan.both)
     weights = [f"{share.weights / 1e9:.2f} GB" for share in shares]
     kv_bytes = [f"{share.kv_per_token:,}" for share in shares]

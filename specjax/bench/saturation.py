@@ -22,7 +22,7 @@ class Point:
     Attributes:
       batch_size: rows.
       plain: without speculation.
-      speculative: by K.
+      speculative: with speculation, by K.
     """
 
     batch_size: int
@@ -37,7 +37,7 @@ class Point:
 
     @property
     def speedup(self) -> float:
-        """Of the fastest K."""
+        """Speedup of the fastest K."""
         return max(self.speculative.values()) / self.plain
 
 
@@ -55,19 +55,19 @@ def measure(
 ) -> list[Point]:
     """Decodes all prompts at every batch size, plainly and with each K in turn.
 
-    Where the last batch would not be full, prompts from all over the list are decoded again.
+    If the last batch would not be full, it is filled with prompts from all over the list.
 
     Args:
       setup: the target and how it is run.
       prompts: token ids.
       speculation: the drafter; its own K is not used.
-      batch_sizes: to measure.
+      batch_sizes: batch sizes to measure.
       draft_lengths: the values of K.
       max_new_tokens: generated tokens of every row; end-of-sequence tokens are ignored, so that
         without drafts no row ends early. With drafts rows end after different numbers of rounds,
         and a batch with the last of them.
-      temperature: of all rows.
-      repeats: of everything.
+      temperature: temperature of all rows.
+      repeats: number of runs.
       on_point: called with each point.
     """
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "eos_ids": ()}

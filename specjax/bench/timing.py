@@ -23,7 +23,7 @@ def seconds(function: Callable, *arguments) -> float:
 
 
 def interleaved(prepare: dict[str, Callable[[], Callable]], repeats: int) -> dict[str, float]:
-    """Median wall times of calls that take turns, after one turn that does not count.
+    """Median wall times of calls that take turns, after one warm-up turn.
 
     Args:
       prepare: by name, functions that return the function to time.
@@ -40,7 +40,7 @@ def interleaved(prepare: dict[str, Callable[[], Callable]], repeats: int) -> dic
 def read_weights(target: Model) -> Callable[[], jax.Array]:
     """A call that reads as many bytes as the weights have on each device.
 
-    They are read from one array: the best that memory can do.
+    They are read from one array, at the highest rate that memory allows.
     """
     mesh = target.mesh
     size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(target.params))

@@ -1,4 +1,4 @@
-"""specjax bench baselines: decoding speed beside other engines, on the same weights and prompts."""
+"""specjax bench baselines: speed against other engines, on the same weights and prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""specjax bench gpu: a card's speed without real weights: a random 8B target and draft model."""
+"""specjax bench gpu: a GPU's speed without real weights: a random 8B target and draft model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def define_flags() -> None:
     common_flags.define_target(
         "Folder with the config.json of the target's shape, such as configs/llama-3.1-8b."
     )
-    flags.DEFINE_integer("draft_layers", 3, "Layers of the target that are the draft model.")
-    flags.DEFINE_float(
-        "acceptance", 0.75, "Wanted α at temperature 1; the one that results is measured."
+    flags.DEFINE_integer(
+        "draft_layers", 3, "First layers of the target, which form the draft model."
     )
+    flags.DEFINE_float("acceptance", 0.75, "Wanted α at temperature 1; the result is measured.")
     flags.DEFINE_integer(
         "num_speculative_tokens",
         5,

@@ -1,7 +1,7 @@
 """specjax bench kernels: whether our kernels are right on this GPU, and how fast they are.
 
-Rates stand beside what the GPU's memory can do. Exit code 1: a kernel is wrong or failed, and the
-figures do not count. A goal that is missed is only shown.
+Rates are compared with the bandwidth of the GPU's memory. Exit code 1: a kernel is wrong or failed,
+and the figures are invalid. A missed goal is only reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def define_flags() -> None:
         "tiny",
         False,
         "Tiny sizes, in Pallas' interpreter where no GPU can run the kernels: shows that "
-        "everything runs. The figures are of no use.",
+        "everything runs. The figures are meaningless.",
     )
 
 

@@ -48,9 +48,9 @@ def write_with_progress(
 
     Args:
       write: `load.convert` or `load.export`.
-      source: to read.
-      output: to write.
-      dtype: to write; None for the default.
+      source: path to read.
+      output: path to write.
+      dtype: dtype to write; None for the default.
 
     Raises:
       SpecJAXError: for a source that cannot be used or an output that cannot be written, or JAX

@@ -41,7 +41,7 @@ def run(path: str, max_new_tokens: int) -> int:
     """Decodes the prompts of the demonstration and prints texts and tables.
 
     Args:
-      path: of the target.
+      path: path of the target.
       max_new_tokens: most tokens to generate per prompt.
 
     Returns:

@@ -48,13 +48,13 @@ def main(argv: list[str]) -> None:
 
 
 def describe(device: jax.Device) -> str:
-    """Kind of a device, and its compute capability and memory where JAX knows them."""
+    """Kind of a device, and its compute capability and memory if JAX reports them."""
     facts = [f"{device.device_kind} ({device.platform})"]
     if capability := getattr(device, "compute_capability", None):
         facts.append(f"compute capability {capability}")
     try:
         memory = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a backend that does not count
+    except jax.errors.JaxRuntimeError:  # a backend without memory statistics
         memory = None
     if memory:
         facts.append(f"{memory / 2**30:.1f} GiB for JAX")

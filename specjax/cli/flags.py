@@ -28,7 +28,7 @@ from specjax.verify import METHODS
 FLAGS = flags.FLAGS
 TARGET_HELP = "The model: a SpecJAX checkpoint or a Hugging Face Llama folder."
 
-# Flags are listed as those of the command that calls the functions below.
+# Flags that the functions below define belong to the command that calls them.
 flags.disclaim_key_flags()
 
 
@@ -45,9 +45,9 @@ class Decoding:
       verify: verification method.
       page_size: positions per page of the KV caches.
       dtype: name of the dtype to run in; None for the default.
-      implementation: of attention and verification; None for the default.
+      implementation: implementation of attention and verification; None for the default.
       degrees: tensor parallelism of target and draft model, and data parallelism.
-      processes: of the run.
+      processes: processes of the run.
     """
 
     target: str
@@ -108,8 +108,8 @@ def define_decoding_flags(
     define_target()
     names = ", ".join(["none", *registry.names()])
     text = (
-        f"How to draft tokens: {names}; or several with commas, such as ngram,eagle: the first "
-        "that has a proposal makes it."
+        f"How to draft tokens: {names}; or several with commas, such as ngram,eagle: each row "
+        "takes the first that has a proposal."
     )
     if several_drafters:
         flags.DEFINE_multi_string("drafter", [drafter], f"{text} May be repeated, to compare.")
@@ -169,7 +169,7 @@ def define_implementation() -> None:
 def define_repeats(default: int) -> None:
     """Defines --repeats of a benchmark."""
     flags.DEFINE_integer(
-        "repeats", default, "Counted runs of everything; figures are medians.", lower_bound=1
+        "repeats", default, "Number of counted runs; figures are medians.", lower_bound=1
     )
 
 
@@ -213,7 +213,7 @@ def _define_process_flags() -> None:
     flags.DEFINE_integer(
         "process_timeout",
         None,
-        f"Seconds without a sign of life from a process that end the run (default: "
+        f"Seconds without a heartbeat from a process after which the run ends (default: "
         f"{DEFAULT_TIMEOUT}).",
         lower_bound=1,
     )
@@ -262,7 +262,7 @@ def numbers(name: str, values: Sequence[str], kind: type = float) -> list:
     """The numbers in the value of a flag that is a list.
 
     Args:
-      name: of the flag.
+      name: name of the flag.
       values: texts.
       kind: float, for finite numbers of at least 0; or int, for numbers of at least 1.
 
@@ -296,7 +296,7 @@ def _drafter_options(items: list[str]) -> dict[str, float]:
     return options
 
 
-# Flag files. absl reads them too, but knows the flags of one command only.
+# Flag files. absl reads them too, but only with the flags of one command.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,7 @@ class _Argument:
 
     Attributes:
       text: the argument.
-      name: of its flag, without dashes; "" for an argument that is no flag.
+      name: name of its flag, without dashes; "" for an argument that is no flag.
       where: flag file and line; None for the command line.
     """
 
@@ -323,7 +323,7 @@ def parse(
 
     Args:
       command: name of the command.
-      arguments: of the command line.
+      arguments: arguments of the command line.
       modules: for each command a function that returns its module.
 
     Returns:

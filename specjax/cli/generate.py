@@ -28,7 +28,7 @@ class Prompts:
 
     Attributes:
       prompts: texts or chats.
-      names: what errors call them, such as a file and line.
+      names: their names in errors, such as a file and line.
       options: by name, sampling options of every prompt.
     """
 
@@ -51,7 +51,7 @@ def define_flags() -> None:
         "chat", False, "Wrap each prompt in the model's chat template as a message of the user."
     )
     flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to generate per prompt.")
-    flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
+    flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 takes the most likely token.")
     flags.DEFINE_integer("top_k", 0, "Sample from this many most likely tokens; 0 is off.")
     flags.DEFINE_float(
         "top_p", 1.0, "Sample from the smallest set of most likely tokens with this mass."
@@ -91,19 +91,19 @@ def read_prompts(
     """The prompts of a file and of the command line, in this order.
 
     Args:
-      path: of the file; None for no file.
-      texts: of the command line.
+      path: path of the file; None for no file.
+      texts: texts of the command line.
       defaults: sampling options of prompts without options of their own.
       is_chat: wraps texts as messages of the user.
 
     Raises:
-      SpecJAXError: naming the file and line at fault; or there is no prompt.
+      SpecJAXError: naming the file and line at fault; or if there is no prompt.
     """
     rows = jsonl.read_prompts(path, jsonl.ROW_OPTIONS) if path else []
     for text in texts:
         rows.append({"prompt": text, "where": f"prompt {len(rows)}"})
     if not rows:
-        raise SpecJAXError("there is no prompt: give --prompt or --prompts_file")
+        raise SpecJAXError("no prompt was given; use --prompt or --prompts_file")
     prompts = []
     for row in rows:
         prompt = row["prompt"]
@@ -134,7 +134,7 @@ def run(
 
     Args:
       decoding: how models are loaded and run.
-      prompts: to complete.
+      prompts: the prompts to complete.
       ignore_eos: continues after end-of-sequence tokens.
       compare: also decodes without speculation, and reports both.
       output: JSONL file to write.

@@ -1,4 +1,4 @@
-"""Ctrl-C ends the command with exit code 130, whatever libraries do with it."""
+"""Ctrl-C ends the command with exit code 130, even if a library swallows it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GRACE_SECONDS = 5.0  # for removing partial output
 def install() -> None:
     """Handles Ctrl-C from here on, unless this process was started to ignore it.
 
-    The first one raises KeyboardInterrupt. A library may swallow that, so that a command which is
-    still running after `GRACE_SECONDS`, or at a second Ctrl-C, is ended where it is.
+    The first one raises KeyboardInterrupt. A library may swallow that, so a command that still runs
+    after `GRACE_SECONDS`, or at a second Ctrl-C, is ended at once.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
@@ -26,14 +26,14 @@ def _handle(signum, frame) -> None:
     timer = threading.Timer(GRACE_SECONDS, exit_now)
     timer.daemon = True
     timer.start()
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - threads that were interrupted complain
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - interrupted threads print errors
     raise KeyboardInterrupt
 
 
 def exit_now() -> None:
-    """Ends the process without Python's own end.
+    """Ends the process without Python's shutdown.
 
-    That would destroy what XLA is compiling, and crash.
+    Shutdown would destroy programs that XLA is still compiling, and crash.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -19,7 +19,7 @@ def read_prompts(path: str, options: tuple[str, ...] = ()) -> list[dict]:
     """Reads the lines of a prompts file.
 
     Args:
-      path: of the file.
+      path: path of the file.
       options: the sampling options that lines may have, of `ROW_OPTIONS`.
 
     Returns:

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         return code
     except (SpecJAXError, flags.Error) as error:
         return _end(_complain(str(error)))
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         _discard_stdout()
         return FAILURE
     except KeyboardInterrupt:
@@ -182,7 +182,7 @@ def _lost_a_process(error: RuntimeError) -> bool:
 def _end(code: int) -> int:
     """Returns the exit code, or exits with it at once if this is one of several processes.
 
-    Python's own end would wait for the other processes.
+    Python's shutdown would wait for the other processes.
     """
     jax = sys.modules.get("jax")
     if jax and jax.distributed.is_initialized():

@@ -19,8 +19,8 @@ def load_models(decoding: Decoding) -> tuple[Setup, dict[str, Speculation]]:
       The target and how it is run; and every drafter but "none" by its name.
 
     Raises:
-      SpecJAXError: models, drafters or degrees that do not go together, where headers tell before
-        anything is loaded.
+      SpecJAXError: incompatible models, drafters or degrees, before anything is loaded if headers
+        show it.
     """
     names = decoding.drafters
     if decoding.drafter_options and len(names) > 1:
@@ -70,7 +70,7 @@ def _load(decoding: Decoding) -> tuple[Model, LoadedDraft | None]:
             with_draft.append(name)
     if len(types) > 1:
         raise SpecJAXError(
-            f"--drafter: {' and '.join(names)} need different drafts; there is one --draft"
+            f"--drafter: {' and '.join(names)} need different drafts; only one can be given"
         )
     _, draft_tensor_parallel, _ = decoding.degrees
     if draft_tensor_parallel != 1 and not with_draft:
@@ -79,7 +79,7 @@ def _load(decoding: Decoding) -> tuple[Model, LoadedDraft | None]:
         )
     mesh = processes.make_mesh(*decoding.degrees)
     drafter = with_draft[0] if with_draft else decoding.drafters[0]
-    # What cannot be used or split is rejected before the other one is read.
+    # Checks both by their headers before either is read.
     opened = load.open_source(decoding.target)
     load.check_drafter(drafter, decoding.draft, opened, mesh)
     target = load.load(decoding.target, dtype=decoding.dtype, mesh=mesh)

@@ -20,7 +20,7 @@ def check_output(path: str | None, flag: str = "output") -> None:
     """Checks, before any work is done, that a file can be written.
 
     Args:
-      path: of the file; None for no file.
+      path: path of the file; None for no file.
       flag: that gives the path.
 
     Raises:
@@ -72,7 +72,7 @@ class CompletionWriter:
         self.close()
 
     def write(self, index: int, completion: Completion) -> None:
-        """Writes the completion of a prompt. What goes wrong is kept in `error`."""
+        """Writes the completion of a prompt. An error is kept in `error`."""
         if self._path is None or self.error is not None:
             return
         line = _line(self._prompts[index], completion).encode("utf-8", "replace")

@@ -25,7 +25,7 @@ class Processes(NamedTuple):
     process_timeout: int | None = None
 
     def check(self) -> None:
-        """Raises SpecJAXError for values that do not go together."""
+        """Raises SpecJAXError for contradictory values."""
         given = self.addresses()
         if not self.distributed and set(given.values()) == {None}:
             if self.process_timeout is not None:
@@ -60,8 +60,7 @@ def join(processes: Processes) -> None:
     Only the first process prints and writes: the standard output of the others is discarded.
 
     Raises:
-      SpecJAXError: values that do not go together, processes that cannot be joined, or JAX has no
-        device.
+      SpecJAXError: contradictory values, processes that cannot be joined, or JAX has no device.
     """
     processes.check()
     addresses = list(processes.addresses().values())

@@ -48,16 +48,16 @@ RUN_FLAGS = (
 GENERATE_FLAGS = ("only_generate", "temperatures", "generate_batch_size", "stop_at_eos")
 CONFIG_HELP = {
     "batch_size": "Rows per update.",
-    "gradient_accumulation_steps": "Number of parts in which a batch is read, one by one.",
+    "gradient_accumulation_steps": "Equal parts of a batch, whose gradients are accumulated.",
     "learning_rate": "Highest learning rate, after the warm-up.",
-    "warmup": "Steps in which the learning rate rises.",
+    "warmup": "Steps over which the learning rate rises.",
     "weight_decay": "Weight decay of AdamW.",
     "max_grad_norm": "Larger gradients are scaled down to this norm.",
-    "unroll_from": "Fraction of the steps after which --ttt_steps are used; before, one step is.",
+    "unroll_from": "Fraction of the steps after which --ttt_steps applies; before, it is 1.",
     "prompt_weight": "Weight of the tokens of prompts; those after prompts have 1.",
     "eval_every": "Steps between evaluations; 0 evaluates at the end only.",
     "save_every": "Steps between checkpoints.",
-    "patience": "Evaluations without a better one after which training ends early; 0 for never.",
+    "patience": "Evaluations without improvement after which training ends early; 0 is off.",
     "seed": "Seed of the order of the rows, of new parameters and of --self_generate.",
 }
 
@@ -66,7 +66,7 @@ def define_flags() -> None:
     """Defines the flags of `specjax train`."""
     common_flags.define_target()
     drafters = losses.trainable_drafters()
-    flags.DEFINE_enum("drafter", registry.DEFAULT_TRAINED, drafters, "What to train.")
+    flags.DEFINE_enum("drafter", registry.DEFAULT_TRAINED, drafters, "Kind of drafter to train.")
     common_flags.define_path(
         "output",
         None,
@@ -117,12 +117,12 @@ def _define_data_flags() -> None:
     flags.DEFINE_list(
         "temperatures",
         ["0", "0", "0.7", "1", "1"],
-        "Temperatures of the continuations, each as often as it is listed.",
+        "Temperatures of the continuations; a repeated value is used more often.",
     )
     flags.DEFINE_bool(
         "stop_at_eos",
         False,
-        "End a continuation at an end-of-sequence token. By default it goes on to --max_seq_len; "
+        "End a continuation at an end-of-sequence token. By default it continues to --max_seq_len; "
         "chat models then write another turn.",
     )
     flags.DEFINE_bool("only_generate", False, "End after --self_generate, without training.")
@@ -164,7 +164,7 @@ class Data:
     """The data of a run.
 
     Attributes:
-      rows: to train on.
+      rows: training data.
       held_out: for evaluation.
       prompts: to continue, see `jsonl.read_prompts`.
     """
@@ -190,7 +190,7 @@ def main(argv: list[str]) -> None:
     values["shape"] = dataclasses.asdict(objective.draft_config)
     values["held_out_contents"] = loaded.held_out.checksum
     output = pathlib.Path(FLAGS.output)
-    # As training will, with more values.
+    # Training checks this again, with more values.
     identity.check(output / "run", loop.RUN, values | dataclasses.asdict(config))
     if not (output / "run").exists():
         files.check_not_exists(output / "drafter")
@@ -225,7 +225,7 @@ def main(argv: list[str]) -> None:
 def _check_flags() -> None:
     """Raises SpecJAXError for flags that contradict each other or have no effect."""
     if not FLAGS.self_generate and not FLAGS.data:
-        raise SpecJAXError("there is nothing to train on: give --data or --self_generate")
+        raise SpecJAXError("no training data was given; use --data or --self_generate")
     for name in GENERATE_FLAGS:
         if FLAGS[name].present and not FLAGS.self_generate:
             raise SpecJAXError(f"--{name} applies only with --self_generate")
@@ -246,7 +246,7 @@ def _check_flags() -> None:
 
 
 def _start() -> Start:
-    """What training starts from, by the flags."""
+    """The starting point of training, by the flags."""
     try:
         aux_layers = tuple(map(int, FLAGS.aux_layers))
     except ValueError:
@@ -402,7 +402,7 @@ class _Reporter:
 
 
 def _write(output: pathlib.Path, run: loop.Run, target: Model, result: loop.Result) -> None:
-    """Writes the drafter, its scores and the curves, in place of earlier ones of the same run."""
+    """Writes the drafter, its scores and the curves; replaces earlier ones of the same run."""
     curves.draw(result.history, output / "curves.png")
     scores = [dataclasses.asdict(score) for score in result.scores]
     (output / "evaluation.json").unlink(missing_ok=True)

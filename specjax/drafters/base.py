@@ -3,9 +3,8 @@
 A drafter is a frozen dataclass: its configuration as fields, pure functions as methods, and an
 explicit state pytree. Drafters with equal fields are equal, and compile once.
 
-What a drafter proposes may depend on committed tokens and on earlier drafts of the same round,
-never on drafts that were rejected: their noise is used again, and the output would no longer
-follow the target's distribution.
+A proposal may depend on committed tokens and on earlier drafts of the same round, never on rejected
+drafts: their noise is used again, and the output would no longer follow the target's distribution.
 
 On a mesh a drafter sees one device's shards: of the batch, of its parameters and of its state. The
 names of parameters and state declare how they are split, see `parallel`; an array whose name does
@@ -41,7 +40,7 @@ class Draft(NamedTuple):
         no row of the batch has any, the round is a plain one-token step. On a mesh it must be the
         same on all devices that share a row: a function of tokens and integers, not of logits.
       sampled_B: bool, rows whose tokens were sampled from `distributions`; None for all rows. The
-        others are certain: their distribution is one-hot.
+        others have one-hot distributions.
       distributions: the M distributions that the tokens were sampled from, as `sample` returned
         them; None where no token was sampled.
     """
@@ -59,7 +58,7 @@ def chain(tokens: list[jax.Array], distributions: list[Distribution]) -> Draft:
 
 @struct.dataclass
 class Context:
-    """What a drafter sees of the loop, before a round or after it.
+    """The loop's state as a drafter sees it, before or after a round.
 
     Attributes:
       tokens_BS: int32, committed tokens, prompt and output; undefined from the length on.
@@ -122,9 +121,9 @@ class Drafter:
         return state
 
     def resting(self) -> Drafter:
-        """Returns the same drafter, able to miss rounds. One that follows another drafter must be.
+        """Returns this drafter with the ability to skip rounds, for use after another drafter.
 
         Raises:
-          SpecJAXError: where it cannot.
+          SpecJAXError: if it cannot skip rounds.
         """
         raise SpecJAXError(f"{type(self).__name__} cannot follow another drafter")

@@ -71,7 +71,7 @@ class ModelDrafter(Drafter):
 
 
 def _runtime(params, runtime: Runtime) -> Runtime:
-    """Returns how the draft model runs: as the target, but in the dtype of its own parameters."""
+    """Returns the draft model's runtime: the target's, but in the dtype of its own parameters."""
     return dataclasses.replace(runtime, dtype=llama.params_dtype(params))
 
 

@@ -46,7 +46,7 @@ class EagleConfig:
     target_layers: int
     num_draft_tokens: int | None = None
 
-    KIND = "an EAGLE head"  # what errors call it
+    KIND = "an EAGLE head"  # in error messages
 
     def __post_init__(self):
         if self.layer.num_layers != 1:
@@ -66,7 +66,7 @@ class EagleConfig:
         """Checks that the head was made for a target of this shape.
 
         Raises:
-          SpecJAXError: it was not; the message names what differs.
+          SpecJAXError: for another target; the message names what differs.
         """
         sizes = (
             ("width", self.layer.hidden_size, target_config.hidden_size),
@@ -84,14 +84,14 @@ class EagleConfig:
 DRAFT_CONFIG = EagleConfig
 FORMAT = "specjax.checkpoints_convert.eagle"
 OBJECTIVE = "specjax.train.eagle"
-CATCH_UP = 32  # tokens of missed rounds that are read at a time
+CATCH_UP = 32  # tokens of skipped rounds that are read at a time
 
 
 # --- The head's parameters and layers -------------------------------------------------------------
 
 
 def abstract_params(config: EagleConfig, dtype=jnp.float32):
-    """Returns the parameters of a head as `jax.ShapeDtypeStruct`s: what is trained, and stored.
+    """Returns a head's trained and stored parameters as `jax.ShapeDtypeStruct`s.
 
     One decoder layer as in `llama.abstract_params`. Matrices are `[out, in]`; I is the width of
     several inputs side by side.
@@ -116,13 +116,12 @@ def abstract_params(config: EagleConfig, dtype=jnp.float32):
 
 
 def for_decoding(params, draft_ids_U: jax.Array | None, target_params):
-    """Returns the parameters that the drafter needs: also the output rows of tokens it can draft.
+    """Returns the drafter's parameters, with the output rows of the tokens it can draft.
 
     Args:
       params: see `abstract_params`.
-      draft_ids_U: int32 ids of these tokens; None for all, for which the target's own matrix
-        serves.
-      target_params: of the target.
+      draft_ids_U: int32 ids of these tokens; None for all, which use the target's own matrix.
+      target_params: parameters of the target.
     """
     if draft_ids_U is None:
         return params
@@ -149,7 +148,7 @@ def join(params, config: EagleConfig, feature_BTD: jax.Array, embed_BTD: jax.Arr
 
 
 def hidden(params, config: EagleConfig, feature_BTD: jax.Array) -> jax.Array:
-    """Returns what the output matrix reads, of what the decoder layer returned."""
+    """Returns the input of the output matrix, from the output of the decoder layer."""
     return llama.rms_norm(feature_BTD, params["final_norm_D"], config.layer.rms_norm_eps)
 
 
@@ -180,7 +179,7 @@ class EagleDrafter(Drafter):
 
     The first pass of a round reads the up to `num_tokens` + 1 tokens that the last round committed,
     with the target's features, over what the head wrote there for its own drafts. With `may_rest`
-    it may miss rounds, and catches up when it runs again.
+    it may skip rounds, and catches up when it runs again.
     """
 
     config: EagleConfig
@@ -207,7 +206,7 @@ class EagleDrafter(Drafter):
     def propose(self, params, state, context, sample):
         M = self.num_tokens
         length_B, last_B = context.length_B, context.length_B - 2
-        # What the first pass writes for positions that the row has no page for is dropped.
+        # Writes of the first pass to positions without a page are dropped.
         written_B = jnp.where(context.active_B, length_B + M - 2, 0)
         state = state.replace(
             cache=kv_cache.reserve(state.cache, written_B),
@@ -266,7 +265,7 @@ class EagleDrafter(Drafter):
     def _read(self, params, state: EagleState, context: Context, T: int):
         """Runs the head on the next T positions of each row, with the target's features.
 
-        What lies beyond the known features is undefined.
+        The output beyond the known features is undefined.
         """
         index_BT = jnp.maximum(state.read_B, 0)[:, None] + jnp.arange(T)
         is_first_B1 = (state.read_B < 0)[:, None]

@@ -1,4 +1,4 @@
-"""Several drafters in one: in each row, the first that has a proposal makes it.
+"""Several drafters in one: each row takes the first that has a proposal.
 
 `--drafter=ngram,eagle` copies where the text repeats itself and runs the head where it does not.
 """
@@ -16,7 +16,7 @@ from specjax.drafters.base import Draft, Drafter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstOf(Drafter):
-    """Runs drafters in turn; one that no row needs is not run, and must be able to rest.
+    """Runs drafters in turn. Those after the first are skipped in rounds where no row needs them.
 
     Parameters and state are tuples, one entry for each drafter. All have the same `num_tokens`.
     """

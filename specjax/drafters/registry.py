@@ -26,8 +26,8 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.first_of import FirstOf
 from specjax.errors import SpecJAXError
 
-DEFAULT = "ngram"  # of commands and functions that are not given one
-DEFAULT_TRAINED = "eagle"  # of `specjax train`
+DEFAULT = "ngram"  # for commands and functions without a given drafter
+DEFAULT_TRAINED = "eagle"  # for `specjax train`
 NOT_DRAFTERS = ("base", "registry", "first_of")
 
 
@@ -85,12 +85,12 @@ def make(
     """Returns the drafter called `name`, or several in one.
 
     Args:
-      name: one of `names()`, or several with commas between them; then the first that has a
-        proposal for a row makes it (see `first_of`), and parameters and state are tuples.
+      name: one of `names()`, or several separated by commas; then each row takes the first that has
+        a proposal (see `first_of`), and parameters and state are tuples.
       num_tokens: number of speculative tokens per round, at least 1.
       target_config: configuration of the target.
       draft_config: configuration of the draft model or EAGLE head, for the drafter that needs one.
-      options: of the drafters by name; each gets those that it has.
+      options: options of the drafters, by name; each drafter gets its own.
 
     Raises:
       SpecJAXError: for an unknown drafter or option, an option of another type than its default, a

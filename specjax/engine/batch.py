@@ -1,10 +1,10 @@
-"""From prompts to arrays: the one place that encodes, validates and pads them.
+"""From prompts to arrays: the only module that encodes, validates and pads them.
 
     prompt_ids = encode_prompts(target, prompts)
     batch = arrays(prompt_ids, max_length=max_lengths(target, prompt_ids, max_new_tokens))
     state = decode.init_jit(params, drafter_params, config, *parallel.put(batch, mesh), chunk)
 
-Whoever has token ids, such as a benchmark, starts with `arrays`.
+Callers that have token ids, such as benchmarks, start with `arrays`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def encode(model: Model, prompt: Prompt, name: str) -> tuple[int, ...]:
     Args:
       model: the target.
       prompt: text, token ids, or the messages of a chat.
-      name: of the prompt, for errors and warnings.
+      name: name of the prompt, for errors and warnings.
 
     Raises:
       SpecJAXError: for an empty prompt, ids outside the vocabulary, text for a model without
@@ -123,9 +123,9 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
     a `SpecJAXWarning` is issued.
 
     Args:
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
       text: valid Unicode.
-      name: of the text, for the warning.
+      name: name of the text, for the warning.
     """
     ids = tokenizer.encode(text)
     bos_id = tokenizer.bos_id
@@ -229,7 +229,7 @@ def check_context(model: Model, ids: Sequence[int], name: str) -> None:
     """Checks that a prompt leaves room for at least one token in the model's context.
 
     Raises:
-      SpecJAXError: it does not; the message begins with `name`.
+      SpecJAXError: if it does not; the message begins with `name`.
     """
     limit = model.config.max_position_embeddings
     if len(ids) >= limit:
@@ -349,7 +349,7 @@ def sampling_arrays(params: SamplingParams, batch_size: int) -> SamplingArrays:
 def _eos_table(sets: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns int32 [B, E]; -1 fills unused entries.
 
-    E is the same for most models, so that it does not decide what is compiled.
+    E is the same for most models, so that it rarely causes a new compilation.
     """
     num_columns = max(MIN_EOS_IDS, *map(len, sets))
     table_BE = np.full((len(sets), num_columns), -1, np.int32)
@@ -377,7 +377,7 @@ def bucket(max_seq_len: int) -> int:
 def prefill_chunk(prompt_length: int) -> int:
     """Returns how many tokens of a prompt to read at a time.
 
-    That is the power of two that holds the longest prompt, from 16 to `MAX_PREFILL_CHUNK`.
+    This is the smallest power of two that holds the longest prompt, from 16 to `MAX_PREFILL_CHUNK`.
     """
     power = 2 ** (prompt_length - 1).bit_length()
     return min(max(16, power), MAX_PREFILL_CHUNK)

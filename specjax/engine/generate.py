@@ -30,8 +30,8 @@ from specjax.errors import SpecJAXError
 from specjax.tokenizer import Tokenizer
 
 MAX_SPECULATIVE_TOKENS = 128  # the memory of a round grows with it
-ROUNDS_WHILE_STREAMING = 4  # rounds of one call of the loop while `on_tokens` is given
-SECONDS_PER_CALL = 0.5  # about, otherwise: Python handles Ctrl-C only between calls
+ROUNDS_WHILE_STREAMING = 4  # rounds per call of the loop while `on_tokens` is given
+SECONDS_PER_CALL = 0.5  # roughly, otherwise: Python handles Ctrl-C only between calls
 NO_LIMIT = np.iinfo(np.int32).max
 
 
@@ -39,8 +39,8 @@ def default_num_speculative_tokens(drafter: str) -> int:
     """Returns K, the number of speculative tokens per round, for a drafter by its name.
 
     On a CPU the target's pass costs 1.5 plain steps for two drafts and 1.8 for seven (SmolLM2 in
-    float32). Many drafts pay where they cost nothing else. Of a model's drafts, each of which costs
-    a pass, only the first ones do.
+    float32). Many drafts pay if drafting itself costs nothing. Where each draft costs a pass of a
+    model, only the first ones pay.
     """
     if jax.default_backend() != "cpu":
         return 5
@@ -72,15 +72,15 @@ def generate(
 ) -> Generation:
     """Generates a completion for each prompt, all of them in one batch.
 
-    The output follows the target's distribution whatever the drafter: at temperature 0 it is the
+    The output follows the target's distribution for every drafter: at temperature 0 it is the
     target's greedy text, and with `verify="coupled"` the text of plain sampling with the same seed.
     Texts are equal token for token in float32; in bfloat16 and float16, passes over different
     numbers of tokens or rows round differently, so that near ties may be decided differently.
 
     Args:
       target: the model to generate with, from `specjax.load`.
-      drafter: "none"; the name of a module in `specjax.drafters`; several names with commas between
-        them, of which the first that has a proposal makes it; or a `Drafter`.
+      drafter: "none"; the name of a module in `specjax.drafters`; several names separated by
+        commas, of which each row takes the first that has a proposal; or a `Drafter`.
       prompts: texts, token ids, or chats as lists of {"role": ..., "content": ...}. A text gets the
         special tokens that the model expects, such as a BOS token, unless it begins with the BOS
         token already; then a `SpecJAXWarning` is issued.
@@ -292,7 +292,7 @@ class _Progress:
         return NO_LIMIT if mesh is not None and mesh.is_multi_process else 1
 
     def report(self, state: DecodeState, active_B: np.ndarray) -> None:
-        """Passes on what is new since the last call."""
+        """Passes on the tokens that are new since the last call."""
         if self._on_tokens:
             self._report_tokens(state, active_B)
         finished = {b for b in self._unfinished if not active_B[b]}
@@ -322,7 +322,7 @@ class _Progress:
 
 
 def check_logits(state: DecodeState, names: Sequence[str]) -> None:
-    """Checks that no row ended because the target's logits were not numbers.
+    """Checks that no row ended because the target's logits were NaN, or all -inf.
 
     Args:
       state: after the loop.

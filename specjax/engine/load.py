@@ -7,7 +7,7 @@ is no Llama model belongs to its drafter, whose module names it (`FORMAT`, see
     check(path, target_config, mesh)   raises SpecJAXError unless the headers fit such a target
     load(path, target_config, target_params, *, dtype, mesh) -> LoadedDraft
 
-where path None stands for the draft that comes with the package.
+where path None stands for the bundled draft.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Model:
 
 @runtime_checkable
 class LoadedDraft(Protocol):
-    """What `load_drafter` returns: a `Model`, or the result of a drafter's own format.
+    """The result of `load_drafter`: a `Model`, or the result of a drafter's own format.
 
     Attributes:
       config: of the type that the drafter requires.
@@ -148,7 +148,7 @@ def load(
       dtype: float32, float16 or bfloat16, to cast every parameter to. By default float32 on a CPU,
         whose bfloat16 matmul is slow, and the stored dtype elsewhere.
       mesh: from `parallel.make_mesh`; by default everything is on the default device.
-      role: what the model is on the mesh, "target" or "draft".
+      role: the model's role on the mesh, "target" or "draft".
 
     Raises:
       SpecJAXError: for a checkpoint that cannot be used, naming the file, tensor or value at fault,
@@ -209,7 +209,7 @@ def convert(
       progress: called with (parameters written, number of parameters).
 
     Returns:
-      What was read, with `dtype` the one written.
+      The checkpoint that was read, with `dtype` set to the one written.
 
     Raises:
       SpecJAXError: for a source that cannot be used or an output that exists. Nothing is left
@@ -268,9 +268,8 @@ def load_drafter(name: str, path: str | os.PathLike | None, target: Model) -> Lo
     """Loads the draft model or head of a drafter, in the dtype and on the mesh of its target.
 
     Args:
-      name: of the drafter, or several with commas between them, see `specjax.generate`.
-      path: checkpoint of the draft; None for the one that comes with the package for this target,
-        if its drafter has such drafts.
+      name: name of the drafter, or several separated by commas, see `specjax.generate`.
+      path: checkpoint of the draft; None for the one bundled for this target, if there is one.
       target: the model that it drafts for.
 
     Returns:
@@ -334,21 +333,21 @@ def _draft_module(name: str) -> ModuleType | None:
     return next(iter(found.values()), None)
 
 
-# --- Do target and draft fit together? ------------------------------------------------------------
+# --- Compatibility of target and draft ------------------------------------------------------------
 
 
 def check_same_vocabulary(
     target: Model | table.CheckpointReader, draft: Model | table.CheckpointReader
 ) -> None:
-    """Checks that a token id means the same to both models.
+    """Checks that both models have the same token for each id.
 
     The sizes must agree, padding included. If both have tokenizers, every token must have the same
     id in both, except special tokens that only one of them has: no text contains those. Issues a
-    `SpecJAXWarning` that lists such tokens and other differences by which fewer drafts are
-    accepted: the chat template, BOS and EOS.
+    `SpecJAXWarning` that lists such tokens and other differences that lower acceptance: the chat
+    template, BOS and EOS.
 
     Raises:
-      SpecJAXError: an id means different tokens.
+      SpecJAXError: an id stands for different tokens.
     """
     sizes = f"target {target.config.vocab_size}, draft {draft.config.vocab_size}"
     if target.config.vocab_size != draft.config.vocab_size:
@@ -387,7 +386,7 @@ def _special_tokens(tokenizer: Tokenizer) -> set[str]:
 def _other_differences(
     target: Model | table.CheckpointReader, draft: Model | table.CheckpointReader
 ) -> list[str]:
-    """Describes what a draft model was trained to see differently."""
+    """Lists differences in the chat template and in the BOS and EOS tokens."""
     found = []
     target_template, draft_template = (model.tokenizer.chat_template for model in (target, draft))
     if target_template != draft_template:

@@ -41,7 +41,7 @@ def acceptance(completions: Sequence[Completion], num_speculative_tokens: int) -
     """Returns statistics of completions.
 
     Args:
-      completions: of one or more calls of `specjax.generate`.
+      completions: results of one or more calls of `specjax.generate`.
       num_speculative_tokens: K of these calls; 0 without speculation.
     """
     drafted = _all_rounds(completions, "drafted")

@@ -1,4 +1,4 @@
-"""What `specjax.generate` takes and returns for each prompt."""
+"""Inputs and outputs of `specjax.generate` for each prompt."""
 
 from __future__ import annotations
 

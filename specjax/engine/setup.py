@@ -1,4 +1,4 @@
-"""A target and how it is run, and drafters that speed it up."""
+"""A target with its settings, and drafters that speed it up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Setup:
       target: the model.
       verify: verification method.
       page_size: positions per page of the KV caches.
-      implementation: of attention and verification; None for the default.
+      implementation: implementation of attention and verification; None for the default.
     """
 
     target: Model
@@ -51,7 +51,8 @@ class Setup:
     def is_exact(self) -> bool:
         """Whether greedy texts must be equal with and without speculation.
 
-        In less than float32, passes over one and over several tokens may round near ties apart.
+        In less than float32, passes over one and over several tokens may decide near ties
+        differently.
         """
         return self.target.dtype == np.float32
 
@@ -77,7 +78,7 @@ class Setup:
         )
 
     def make_drafters(self, speculation: Speculation) -> list[tuple[Drafter, Any]]:
-        """Makes each drafter that the name of one lists, with its parameters.
+        """Makes each drafter that `speculation` lists, with its parameters.
 
         Raises:
           SpecJAXError: a drafter, draft or option that cannot be used.

@@ -1,1 +1,1 @@
-"""What commands show and write: tables, streamed text, plots, provenance."""
+"""Output of commands: tables, streamed text, plots, provenance."""

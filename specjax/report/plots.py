@@ -8,11 +8,9 @@ from specjax import files
 
 
 def two_charts():
-    """A figure with two axes beside each other, and these. It is no window's: `pyplot` is not
-    involved."""
-    from matplotlib.figure import (
-        Figure,
-    )  # half a second, which commands that draw nothing need not wait
+    """A figure with two axes side by side, and these axes. No window: `pyplot` is not used."""
+    # Here, since the import takes half a second, which only commands with plots should wait for.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     return figure, figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""Files of figures, and where the figures come from."""
+"""JSON files of figures, with their provenance."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class TextStream:
         self._print()
 
     def _print(self) -> None:
-        """Prints the current completion, and those behind it for as long as they are finished."""
+        """Prints the current completion, and the finished ones that directly follow it."""
         while self._current < len(self._headers):
             for text, style in self._pieces[self._current]:
                 print_text(self._console, text, style)

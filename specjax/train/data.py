@@ -340,7 +340,7 @@ class Dataset:
         """Returns some rows, with their hidden states if these are stored.
 
         Args:
-          indices: of the rows.
+          indices: indices of the rows.
           aux_layers: target layers whose hidden states are needed.
           prompt_weight: weight of tokens of prompts; those after prompts have 1, and the first
             `SKIPPED` of a row 0.

@@ -38,7 +38,7 @@ def make_config(
     """Returns the shape of a head whose decoder layer has the shape of the target's.
 
     Args:
-      target_config: of the target.
+      target_config: configuration of the target.
       aux_layers: layers that the head reads; by default the third, the middle one and the fourth
         from the end, as in EAGLE-3, or the last alone for targets with fewer than 8 layers.
       num_draft_tokens: number of tokens that it can draft, None for all.
@@ -56,8 +56,8 @@ def initial_params(
     """Returns float32 parameters of a new head.
 
     Args:
-      config: of the head; its layer has the shape of the target's.
-      target_params: of the target.
+      config: configuration of the head; its layer has the shape of the target's.
+      target_params: parameters of the target.
       rng: key of the random parameters.
       residual_size: root mean square of the target's residual stream after the head's last aux
         layer, the scale that the copied layer expects; norms scale everything to about 1.
@@ -124,10 +124,10 @@ def unrolled(
     target's features, and to positions j + 1 ... j + i with the head's own.
 
     Args:
-      params: of the head, see `drafters.eagle.abstract_params`.
-      config: of the head.
-      target_config: of the target.
-      target_params: of the target, for its embedding.
+      params: parameters of the head, see `drafters.eagle.abstract_params`.
+      config: configuration of the head.
+      target_config: configuration of the target.
+      target_params: parameters of the target, for its embedding.
       aux_hidden_BSD: the target's residual streams after the head's aux layers.
       tokens_BS: the rows.
       num_steps: number of steps.

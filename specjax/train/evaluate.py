@@ -17,7 +17,7 @@ from specjax.train.data import Batch, Dataset
 from specjax.train.losses import Objective
 
 ALL = "all"  # the mean over domains, and all text
-LOOP = 8  # a position is in a loop if the last so many tokens occurred earlier in the row
+LOOP = 8  # a position is in a loop if its last LOOP tokens occurred earlier in the row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Score:
         sum(min(p, q)).
       domain: kind of text; "all" is the mean over the domains, with equal weights.
       text: "all", "loops" (see `LOOP`) or "no loops".
-      by_position: for draft positions 1, 2, ..., if the drafts before were the text itself.
+      by_position: for draft positions 1, 2, ..., given that the drafts before it equal the text.
       num_positions: number of positions of draft position 1.
     """
 
@@ -56,11 +56,11 @@ class Evaluation:
     """Held-out rows, and the target's outputs for them, computed once, for the first scores.
 
     Greedy acceptance is measured on rows that were generated at temperature 0, acceptance at
-    temperature 1 on rows that were generated at 1; both on text that the target has not written.
+    temperature 1 on rows that were generated at 1. Text from other sources counts for both.
 
     Args:
-      objective: of the drafter.
-      target_params: of the target.
+      objective: objective of the drafter.
+      target_params: parameters of the target.
       rows: held-out rows.
       num_positions: number of draft positions.
       batch_size: rows at a time on each data-parallel replica.

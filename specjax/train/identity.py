@@ -1,4 +1,4 @@
-"""What must be the same for a run to resume, also in folders that older versions have written."""
+"""The values that must match for a run to resume, also in folders from older versions."""
 
 from __future__ import annotations
 

@@ -49,20 +49,20 @@ class TrainConfig:
     Attributes:
       steps: number of updates of the parameters.
       batch_size: rows per update.
-      gradient_accumulation_steps: number of equal parts in which a batch is read, one by one.
+      gradient_accumulation_steps: number of equal parts of a batch; their gradients are
+        accumulated.
       learning_rate: the highest one; it rises over `warmup` steps and falls along a cosine to a
         twentieth.
-      warmup: number of steps in which the learning rate rises.
-      weight_decay: of AdamW.
+      warmup: number of steps over which the learning rate rises.
+      weight_decay: weight decay of AdamW.
       max_grad_norm: larger gradients are scaled down to this norm.
-      unroll_from: fraction of the steps after which the objective's `ttt_steps` are used; before,
-        one step is.
+      unroll_from: fraction of the steps after which the objective's `ttt_steps` applies; before, it
+        is 1.
       prompt_weight: weight of the tokens of prompts; those after prompts have 1.
       eval_every: steps between evaluations; 0 evaluates at the end only.
       save_every: steps between checkpoints.
-      patience: number of evaluations without a better one after which training ends early; 0 for
-        never.
-      seed: of the order of the rows.
+      patience: number of evaluations without improvement after which training ends early; 0 is off.
+      seed: seed of the order of the rows.
 
     Raises:
       SpecJAXError: for a value out of range.
@@ -103,7 +103,7 @@ class TrainConfig:
         """Checks that there are enough rows, and that batches can be split over the mesh.
 
         Raises:
-          SpecJAXError: there are not, or they cannot.
+          SpecJAXError: too few rows, or batches that cannot be split.
         """
         if num_rows < self.batch_size:
             raise SpecJAXError(
@@ -161,12 +161,12 @@ def update(
     """Updates the parameters with the gradient of some batches.
 
     Args:
-      objective: what is minimised (static).
-      config: of the optimizer (static).
-      num_steps: of the objective, at most its `ttt_steps` (static).
-      params: of the drafter, donated.
+      objective: the loss that is minimised (static).
+      config: configuration of the optimizer (static).
+      num_steps: steps of the objective, at most its `ttt_steps` (static).
+      params: parameters of the drafter, donated.
       opt_state: state of `optimizer`, donated.
-      target_params: of the target.
+      target_params: parameters of the target.
       draft_ids_U: tokens that can be drafted; None for all.
       batches: stacked on a first axis, read one after the other.
 
@@ -209,15 +209,15 @@ def indices(config: TrainConfig, num_rows: int, step: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run trains, and on which data.
+    """The objective and the data of a run.
 
     Attributes:
       objective: what is minimised.
       config: hyperparameters.
-      target_params: of the target.
+      target_params: parameters of the target.
       draft_ids_U: tokens that the drafter can draft; None for all.
       rows: training data.
-      evaluation: of held-out rows; None for none.
+      evaluation: evaluation of held-out rows; None for none.
     """
 
     objective: Objective
@@ -244,7 +244,7 @@ class Result:
       params: the best parameters of all evaluations, by `evaluate.chain_length`; the last ones if
         there was no evaluation.
       scores: their scores.
-      step: the step that they were reached at.
+      step: the step of these parameters.
       history: one record per step or evaluation.
       out_of_time: whether the time limit ended the run.
     """
@@ -267,7 +267,7 @@ class _Best:
 
 @dataclasses.dataclass
 class _Progress:
-    """What a checkpoint stores: parameters, the optimizer's state, the history and the best."""
+    """The content of a checkpoint: parameters, the optimizer's state, the history and the best."""
 
     params: Any
     opt_state: Any
@@ -323,7 +323,7 @@ def train(
     Args:
       run: what is trained.
       params: initial parameters, float32; the run takes over their buffers.
-      folder: of checkpoints and the log.
+      folder: folder of checkpoints and the log.
       values: JSON-serialisable values that must match for a run to resume; the fields of
         `run.config` are added.
       on_record: called with each record of the history.
@@ -370,7 +370,7 @@ def _train(
         return time.perf_counter() - started
 
     def record(fields: dict) -> None:
-        # As a resumed run reads it.
+        # The same values as in a resumed run.
         fields = json.loads(json.dumps({"step": progress.step, **fields}))
         progress.history.append(fields)
         if on_record:
@@ -397,7 +397,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _stopped_early(config: TrainConfig, progress: _Progress) -> bool:
-    """Whether `patience` evaluations have passed without a better one."""
+    """Whether `patience` evaluations have passed without improvement."""
     worse = 0
     for record in progress.history:
         worse += "held_out" in record and record["step"] > progress.best.step

@@ -3,9 +3,9 @@
 Both are compared over the tokens that the drafter can draft, with the target's distribution
 renormalised to them: among the distributions over those tokens, it is accepted most often.
 
-An objective says what is trained for a drafter, and how. The drafter's module names the module of
-its objective (`OBJECTIVE`, see `specjax.drafters.registry`), which has a class `OBJECTIVE` derived
-from `Objective`.
+An objective defines what is trained for a drafter, and how. The drafter's module names the module
+of its objective (`OBJECTIVE`, see `specjax.drafters.registry`), which has a class `OBJECTIVE`
+derived from `Objective`.
 """
 
 from __future__ import annotations
@@ -160,12 +160,12 @@ def teacher_forward(
     return mapped(target_params, tokens_BS)
 
 
-# --- What every objective has ---------------------------------------------------------------------
+# --- The interface of objectives ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What training starts from.
+    """The starting point of training.
 
     Attributes:
       draft: path of a draft to train further; None for a new one.
@@ -182,16 +182,16 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Objective(abc.ABC):
-    """What is trained, and what it minimises. Hashable: a static argument of `jax.jit`.
+    """A trained draft and its loss. Hashable: a static argument of `jax.jit`.
 
     Attributes:
-      target_config: of the target.
-      draft_config: of what is trained.
+      target_config: configuration of the target.
+      draft_config: configuration of the trained draft.
       distance: one of `DISTANCES`.
       ttt_steps: number of consecutive tokens that are predicted from each position, from the second
         on with the drafter's own features (training-time test).
       decay: weight of each such step relative to the one before.
-      dtype: of the computation; trained parameters are float32.
+      dtype: dtype of the computation; trained parameters are float32.
       mesh: the devices, None for one.
 
     Raises:
@@ -224,15 +224,15 @@ class Objective(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def make_config(cls, start: Start, target_config: LlamaConfig) -> Any:
-        """Returns the configuration of what is trained.
+        """Returns the configuration of the trained draft.
 
         Raises:
-          SpecJAXError: it does not fit the target, or `start` is incomplete or contradictory.
+          SpecJAXError: if it does not fit the target, or `start` is incomplete or contradictory.
         """
 
     @abc.abstractmethod
     def check_shardable(self) -> None:
-        """Raises SpecJAXError unless what is trained can be split over the mesh."""
+        """Raises SpecJAXError unless the trained draft can be split over the mesh."""
 
     @abc.abstractmethod
     def initial(
@@ -244,7 +244,7 @@ class Objective(abc.ABC):
           target: the target.
           rows: training data.
           start: as for `make_config`.
-          seed: of random parameters.
+          seed: seed of random parameters.
 
         Returns:
           float32 parameters on the mesh, and int32 ids [U] in rising order, None for all.
@@ -261,11 +261,11 @@ class Objective(abc.ABC):
         """Returns the drafter's output for each step.
 
         Args:
-          params: of the drafter.
-          target_params: of the target.
+          params: parameters of the drafter.
+          target_params: parameters of the target.
           draft_ids_U: tokens that can be drafted; None for all.
           batch: the rows.
-          aux_hidden: of the target after `aux_layers`.
+          aux_hidden: hidden states of the target after `aux_layers`.
           num_steps: at most `ttt_steps`.
         """
 
@@ -300,8 +300,8 @@ class Objective(abc.ABC):
         """Returns the loss: the weighted mean distance, summed over steps with `decay`.
 
         Args:
-          params: of the drafter, float32; differentiable.
-          target_params: of the target; constants.
+          params: parameters of the drafter, float32; differentiable.
+          target_params: parameters of the target; constants.
           draft_ids_U: int32 tokens that the drafter can draft; None for all.
           batch: the rows.
           num_steps: at most `ttt_steps` (static).

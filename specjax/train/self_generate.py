@@ -70,8 +70,8 @@ class GenerateConfig:
     Attributes:
       max_seq_len: S, most tokens of a row, prompt and continuation.
       batch_size: rows of a shard, generated together.
-      temperatures: of the rows: all equally often, in a seeded order.
-      seed: of everything random.
+      temperatures: temperatures of the rows: all equally often, in a seeded order.
+      seed: seed of all random numbers.
       aux_layers: layers whose residual streams are recorded.
       eos_ids: ids that end a continuation; None for those of the model.
       page_size: positions per page of the cache.
@@ -99,7 +99,7 @@ def self_generate(
     Args:
       target: the model.
       prompts: token ids; at most `max_seq_len` - 1 each.
-      domains: of each prompt.
+      domains: domain of each prompt.
       output: folder of the shards.
       config: how continuations are generated.
       on_shard: called with (number of finished shards, number of shards).
@@ -108,7 +108,7 @@ def self_generate(
       The files of the shards.
 
     Raises:
-      SpecJAXError: `output` has rows that were generated otherwise (the message names what
+      SpecJAXError: `output` has rows that were generated with other options (the message names what
         differs); the batch size is no multiple of the number of data-parallel replicas.
     """
     dp_size = parallel.dp_size(target.mesh)
