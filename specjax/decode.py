@@ -232,7 +232,7 @@ def generate(
         max_rounds_spec = parallel.specs(max_rounds, "target")
         return *_param_specs(params, drafter_params), max_rounds_spec, _state_specs(state)
 
-    run = parallel.on_mesh(loop, config.runtime.mesh, in_specs, _state_specs)
+    run = parallel.on_mesh(loop, config.runtime.mesh, in_specs)
     return run(params, drafter_params, max_rounds, state)
 
 
@@ -249,7 +249,7 @@ def step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> De
     def in_specs(params, drafter_params, state):
         return *_param_specs(params, drafter_params), _state_specs(state)
 
-    run = parallel.on_mesh(run, config.runtime.mesh, in_specs, _state_specs)
+    run = parallel.on_mesh(run, config.runtime.mesh, in_specs)
     return run(params, drafter_params, state)
 
 

@@ -252,7 +252,7 @@ def check_alike(values: Any, mesh: Mesh | None) -> None:
 # --- Inside a program -----------------------------------------------------------------------------
 
 
-def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:
+def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs=None) -> Callable:
     """Returns the function, run by every device on its own shards.
 
     Devices communicate only where the function does so. Without a mesh the function itself is
@@ -262,11 +262,13 @@ def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Calla
       function: takes as many pytrees as there are `in_specs`.
       mesh: from `make_mesh`, or None.
       in_specs: trees of `PartitionSpec`s, one for each argument, or a function `args -> in_specs`.
-      out_specs: the tree for the result, or a function that makes it from the result's shapes.
+      out_specs: the tree for the result, or a function that makes it from the result's shapes;
+        None where the result is split like the last argument.
     """
     if mesh is None:
         return function
-    function = jax.jit(function)  # traced once, although its shapes are needed first
+    if callable(out_specs):
+        function = jax.jit(function)  # traced once, although its shapes are needed first
 
     def mapped(in_specs, out_specs):
         # check_vma cannot prove that replicated outputs agree; they do, since they are computed
@@ -277,6 +279,8 @@ def on_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Calla
 
     def run(*args):
         split = in_specs(*args) if callable(in_specs) else in_specs
+        if out_specs is None:
+            return mapped(split, split[-1])(*args)
         if not callable(out_specs):
             return mapped(split, out_specs)(*args)
         # The shapes of a shard: only the structure of the result matters.

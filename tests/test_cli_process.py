@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -38,15 +37,26 @@ def environment(**changes):
     return os.environ | {"JAX_PLATFORMS": "cpu"} | changes
 
 
-def specjax_command(*arguments, stdout=subprocess.PIPE, prepare=None, **changes) -> Outcome:
+# Runs another program with a limit on the size of files. Set here and not between fork and exec:
+# forking a process in which JAX has started threads may deadlock.
+LIMITED = """
+import os, resource, signal, sys
+size = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def specjax_command(*arguments, stdout=subprocess.PIPE, file_size=None, **changes) -> Outcome:
+    limited = [] if file_size is None else [sys.executable, "-c", LIMITED, str(file_size)]
     done = subprocess.run(
-        [SPECJAX, *map(str, arguments)],
+        [*limited, SPECJAX, *map(str, arguments)],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(**changes),
         timeout=SECONDS,
-        preexec_fn=prepare,
     )
     return Outcome(done.returncode, done.stdout or "", done.stderr)
 
@@ -83,10 +93,6 @@ class TestOutputFile:
         )
         output = tmp_path / "out.jsonl"
 
-        def limit():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4200, 4200))
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
         arguments = (
             "generate",
             f"--target={endless}",
@@ -98,7 +104,7 @@ class TestOutputFile:
         assert whole.code == 0
         lines = (tmp_path / "whole.jsonl").read_text().splitlines()
         assert len(lines[0]) < 4200 < len(lines[0]) + len(lines[1])
-        cut = specjax_command(*arguments, f"--output={output}", prepare=limit, **no_cache)
+        cut = specjax_command(*arguments, f"--output={output}", file_size=4200, **no_cache)
         assert cut.code == 2
         assert cut.err == f"specjax: error: cannot write {output}: File too large\n"
         assert output.read_text().splitlines() == lines[:1], "whole lines only"
@@ -106,10 +112,6 @@ class TestOutputFile:
         assert cut.out == f"> hello\n{texts[0]}\n\n> hello hello\n{texts[1]}\n\n"
 
     def test_a_full_disk_is_noticed_before_the_model_is_loaded(self, tmp_path):
-        def limit():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
         for arguments in (
             ["generate", "--prompt=a"],
             ["bench", "decode"],
@@ -117,7 +119,7 @@ class TestOutputFile:
             ["bench", "baselines"],
         ):
             outcome = specjax_command(
-                *arguments, "--target=x", f"--output={tmp_path / 'new'}", prepare=limit
+                *arguments, "--target=x", f"--output={tmp_path / 'new'}", file_size=100
             )
             check_refused(outcome, "--output: cannot write", tmp_path / "new", "File too large")
         assert not any(tmp_path.iterdir())
