@@ -746,7 +746,7 @@ def test_per_prompt_gives_one_value_for_each(name, dtype):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"drafter": "none"}, "bfloat16 or float16, and these are float32"),
+        ({"drafter": "none"}, "bfloat16 or float16, got float32"),
         ({"drafter": "none", "page_size": 48}, "bfloat16 or float16"),
     ],
 )

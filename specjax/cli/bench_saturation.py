@@ -10,6 +10,7 @@ from specjax.bench import decode, saturation
 from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, models, outputs, processes
 from specjax.engine import batch
+from specjax.engine import generate as generation
 from specjax.errors import SpecJAXError
 from specjax.report import provenance, tables
 
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
     batch_sizes = common_flags.numbers("batch_sizes", FLAGS.batch_sizes, int)
     draft_lengths = common_flags.numbers("draft_lengths", FLAGS.draft_lengths, int)
     limits = {"max_new_tokens": FLAGS.max_new_tokens, "repeats": FLAGS.repeats}
-    longest = common_flags.MAX_SPECULATIVE_TOKENS
+    longest = generation.MAX_SPECULATIVE_TOKENS
     if max(draft_lengths) > longest:
         raise SpecJAXError(f"--draft_lengths must be at most {longest}, got {max(draft_lengths)}")
     if plot and not plot.endswith(".png"):

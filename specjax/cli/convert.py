@@ -68,7 +68,7 @@ def write_with_progress(
             bar.update(task, completed=done, total=total)
 
         opened = write(source, output, dtype, progress=show)
-    count = table.num_values(opened.config)
+    count = table.num_parameters(opened.config)
     paths = [path for path in pathlib.Path(output).rglob("*") if path.is_file()]
     megabytes = sum(path.stat().st_size for path in paths) / 1e6
     print(

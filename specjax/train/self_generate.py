@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from specjax import decode, parallel
 from specjax.decode import DecodeConfig
@@ -31,32 +32,43 @@ from specjax.train.data import Rows
 PREFILL_CHUNK = 64
 
 
+@struct.dataclass
+class RecorderState:
+    """State of a `Recorder`.
+
+    Attributes:
+      length_B: int32, number of committed tokens.
+      aux_hidden_BSD: for each of its `aux_layers` the residual stream of all tokens but the last,
+        float16.
+    """
+
+    length_B: jax.Array
+    aux_hidden_BSD: tuple[jax.Array, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorder(Drafter):
-    """A drafter that proposes nothing, and records the target's residual streams in its state.
-
-    State: number of committed tokens, int32 `[B]`, and for each of `aux_layers` float16
-    `[B, S, D]` of all tokens but the last.
-    """
+    """A drafter that proposes nothing, and records the target's residual streams in its state."""
 
     aux_layers: tuple[int, ...]
 
     def init(self, params, context, aux_hidden_BSD, chunk_size):
-        return jnp.copy(context.length_B), tuple(map(_narrow, aux_hidden_BSD))
+        narrow = tuple(map(_narrow, aux_hidden_BSD))
+        return RecorderState(jnp.copy(context.length_B), narrow)
 
     def propose(self, params, state, context, sample):
         none_B = jnp.zeros_like(context.length_B)
         return Draft(none_B[:, None], count_B=none_B), state
 
     def update(self, params, state, context, verified, aux_hidden_BTD):
-        length_B, aux_hidden_BSD = state
+        length_B = state.length_B
         row_B = jnp.arange(len(length_B))
         is_new_B = context.length_B > length_B
         position_B = jnp.where(is_new_B, length_B - 1, context.tokens_BS.shape[1])
         updated = []
-        for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True):
+        for old, new in zip(state.aux_hidden_BSD, aux_hidden_BTD, strict=True):
             updated.append(old.at[row_B, position_B].set(_narrow(new[:, 0]), mode="drop"))
-        return context.length_B, tuple(updated)
+        return RecorderState(context.length_B, tuple(updated))
 
 
 def _narrow(hidden):
@@ -193,7 +205,7 @@ def _continue(
     found = parallel.get((state.tokens_BS, state.length_B, state.drafter))
     num_rows = len(chosen)
     check_logits(state, [f"prompt {i}" for i in chosen])
-    tokens_BS, length_B, (_, aux_hidden) = jax.tree.map(lambda x: x[:num_rows], found)
+    tokens_BS, length_B, recorded = jax.tree.map(lambda x: x[:num_rows], found)
     is_text_BS = np.arange(S) < length_B[:, None]
     return Rows(
         tokens_BS=np.where(is_text_BS, tokens_BS, 0),
@@ -201,5 +213,5 @@ def _continue(
         start_B=batch.request.prompt_length_B[:num_rows],
         temperature_B=temperatures[chosen],
         domains=[domains[i] for i in chosen],
-        aux_hidden=dict(zip(config.aux_layers, aux_hidden, strict=True)),
+        aux_hidden=dict(zip(config.aux_layers, recorded.aux_hidden_BSD, strict=True)),
     )
