@@ -157,7 +157,7 @@ def test_rejection_with_filters(name, degrees):
         GENERATE(*arguments(name, d, K=2, verify="rejection", **options)) for d in (None, degrees)
     )
     assert result(state).emitted == result(alone).emitted
-    np.testing.assert_array_equal(state.log.accepted_BS, alone.accepted_BS)
+    np.testing.assert_array_equal(state.log.accepted_BS, alone.log.accepted_BS)
     assert 0 < alone.log.accepted_BS.sum() < alone.log.drafted_BS.sum()
     assert_copies_agree(state)
 
@@ -269,9 +269,9 @@ def test_every_parameter_and_pool_is_split_as_the_table_says():
     ("degrees", "parts"),
     [
         ((0, 1, 1), ("tensor_parallel", "at least 1, got 0")),
-        ((4, 3, 1), ("draft_tensor_parallel=3", "tensor_parallel=4", "may be 1, 2, 4")),
-        ((4, 1, 4), ("data_parallel=4 x tensor_parallel=4 takes 16 devices, and there are 8",)),
-        ((3, 1, 1), ("tensor_parallel=3 = 3 does not divide the 8 devices",)),
+        ((4, 3, 1), ("draft_tensor_parallel=3", "tensor_parallel=4", "choose from 1, 2, 4")),
+        ((4, 1, 4), ("data_parallel=4 x tensor_parallel=4 requires 16 devices, got 8",)),
+        ((3, 1, 1), ("tensor_parallel=3 = 3 must divide the number of devices, 8",)),
     ],
 )
 def test_degrees_that_make_no_mesh(degrees, parts):
@@ -284,13 +284,17 @@ def test_models_that_cannot_be_split():
     three = parallel.make_mesh(3, devices=jax.devices()[:3])
     with pytest.raises(
         SpecJAXError,
-        match=r"target cannot be split over 3 devices.*its 8 kv heads.*work: 1, 2, 4, 8",
+        match=r"target cannot be split over 3 devices.*its 8 kv heads.*choose from 1, 2, 4, 8",
     ):
         decode.DecodeConfig(CONFIG, runtime=Runtime(mesh=three))
     narrow = dataclasses.replace(CONFIG, intermediate_size=26)
-    with pytest.raises(SpecJAXError, match="26 feed-forward channels; degrees that work: 1, 2"):
+    with pytest.raises(
+        SpecJAXError, match="26 feed-forward channels are not divisible by 4; choose from 1, 2"
+    ):
         parallel.check_shardable(narrow, 4, "draft")
-    with pytest.raises(SpecJAXError, match="30 tokens; degrees that work: 1, 2"):
+    with pytest.raises(
+        SpecJAXError, match="30 vocabulary entries are not divisible by 8; choose from 1, 2"
+    ):
         parallel.check_shardable(dataclasses.replace(CONFIG, vocab_size=30), 8, "draft")
 
 
