@@ -87,7 +87,7 @@ def test_help(command):
 def test_tiny(command, tmp_path):
     output = tmp_path / "figures.json"
     # Time for all figures, also on a busy machine.
-    flags = [f"--output={output}", "--tiny", "--budget_seconds=100000"]
+    flags = [f"--output={output}", "--budget_seconds=100000.0", "--tiny"]
     outcome = command("bench", "kernels", *flags)
     assert (outcome.code, outcome.err) == (0, "")
     result = json.loads(

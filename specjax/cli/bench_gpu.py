@@ -12,6 +12,7 @@ from specjax.cli import flags as common_flags
 from specjax.cli import outputs
 from specjax.devices import check_platform
 from specjax.dtypes import DTYPES
+from specjax.engine import generate as generation
 from specjax.engine import load
 from specjax.report import provenance, tables
 
@@ -32,14 +33,14 @@ def define_flags() -> None:
         5,
         "K.",
         lower_bound=1,
-        upper_bound=common_flags.MAX_SPECULATIVE_TOKENS,
+        upper_bound=generation.MAX_SPECULATIVE_TOKENS,
     )
     flags.DEFINE_integer(
         "max_speculative_tokens",
         8,
         "v is measured for K = 1 up to this.",
         lower_bound=1,
-        upper_bound=common_flags.MAX_SPECULATIVE_TOKENS,
+        upper_bound=generation.MAX_SPECULATIVE_TOKENS,
     )
     flags.DEFINE_integer(
         "batch_size",

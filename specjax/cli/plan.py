@@ -10,6 +10,7 @@ from rich.console import Console
 from specjax.bench import plan
 from specjax.cli import flags as common_flags
 from specjax.dtypes import DTYPES
+from specjax.engine import generate as generation
 from specjax.engine import load
 from specjax.errors import SpecJAXError
 
@@ -37,7 +38,7 @@ def define_flags() -> None:
         5,
         "K, tokens to draft per round.",
         lower_bound=1,
-        upper_bound=common_flags.MAX_SPECULATIVE_TOKENS,
+        upper_bound=generation.MAX_SPECULATIVE_TOKENS,
     )
     flags.DEFINE_float("gpu_memory_utilization", 0.92, "Share of the memory that may be used.")
     flags.DEFINE_list(
