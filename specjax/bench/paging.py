@@ -128,7 +128,7 @@ def _run_contiguous(params, config: LlamaConfig, runtime: Runtime, tokens_BT, le
     S = cache["k_BKSH"][0].shape[2]
     exists_1S = jnp.ones((1, S), bool)
     k_BKSH, v_BKSH = list(cache["k_BKSH"]), list(cache["v_BKSH"])
-    x_BTD = llama.embed(params, config, runtime, tokens_BT)
+    x_BTD = llama.embed(params, runtime, tokens_BT)
     for i, layer in enumerate(params["layers"]):
         attention, mlp = layer["attention"], layer["mlp"]
         q_BTNH, k_BTKH, v_BTKH = llama.qkv(attention, config, x_BTD, rotation)
