@@ -315,80 +315,77 @@ class Sequence:
     pages: list[int]
 
 
-# Few tokens, short pages and few of them: prefixes are shared and evicted all the time.
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+# Prompts are beginnings of these texts, so that prefixes are shared. Few pages, so that they are
+# evicted: both happen in most runs.
+TEXTS = [(b"", [0] * 8), (b"", [0, 0, 1, 1, 1, 1, 1, 1]), (b"", [1] * 8), (b"salt", [0] * 8)]
 
 
 class AnyOrderOfCalls(stateful.RuleBasedStateMachine):
     """Sequences start, grow, enter the prefix index and end, as in an engine."""
 
-    @stateful.initialize(num_pages=st.integers(3, 10), page_size=st.integers(1, 3))
+    @stateful.initialize(num_pages=st.integers(4, 9), page_size=st.integers(1, 2))
     def make(self, num_pages, page_size):
         self.pool = PagePool(num_pages, page_size)
         self.reference = Reference(num_pages, page_size)
         self.sequences: list[Sequence] = []
 
-    def choose(self, data) -> Sequence:
-        return self.sequences[data.draw(st.integers(0, len(self.sequences) - 1), "sequence")]
-
-    def allocate(self, count) -> list[int] | None:
+    def allocate_for(self, num_tokens, num_pages) -> list[int] | None:
+        count = -(-num_tokens // self.pool.page_size) - num_pages
         pages = self.pool.allocate(count)
         self.reference.check_allocated(count, pages)
         return pages
 
-    def release(self, pages):
+    def insert_into_both(self, sequence, num_tokens):
+        call = sequence.token_ids[:num_tokens], sequence.pages, sequence.salt
+        self.pool.insert(*call)
+        self.reference.insert(*call)
+
+    def release_from_both(self, pages):
         self.pool.release(pages)
         self.reference.release(pages)
 
-    @stateful.rule(token_ids=TOKENS, salt=st.sampled_from([b"", b"s"]))
-    def start(self, token_ids, salt):
+    @stateful.rule(text=st.sampled_from(TEXTS), num_tokens=st.integers(1, 8), stays=st.booleans())
+    def start(self, text, num_tokens, stays):
+        salt, token_ids = text[0], text[1][:num_tokens]
         pages = self.pool.match(token_ids[:-1], salt)
         assert pages == self.reference.match(token_ids[:-1], salt)
-        more = self.allocate(-(-len(token_ids) // self.pool.page_size) - len(pages))
+        more = self.allocate_for(num_tokens, len(pages))
         if more is None:
-            self.release(pages)
-        else:
-            self.sequences.append(Sequence(token_ids, salt, pages + more))
+            self.release_from_both(pages)
+            return
+        self.sequences.append(Sequence(token_ids, salt, pages + more))
+        if not stays:
+            self.end(-1)
 
     @stateful.precondition(lambda self: self.sequences)
-    @stateful.rule(data=st.data(), new=TOKENS)
-    def grow(self, data, new):
-        sequence = self.choose(data)
+    @stateful.rule(index=st.integers(0, 7), new=st.lists(st.integers(0, 1), max_size=4))
+    def grow(self, index, new):
+        sequence = self.sequences[index % len(self.sequences)]
         num_tokens = len(sequence.token_ids) + len(new)
-        more = self.allocate(-(-num_tokens // self.pool.page_size) - len(sequence.pages))
+        more = self.allocate_for(num_tokens, len(sequence.pages))
         if more is not None:
             sequence.token_ids = sequence.token_ids + new
             sequence.pages += more
 
     @stateful.precondition(lambda self: self.sequences)
-    @stateful.rule(data=st.data())
-    def insert(self, data):
-        sequence = self.choose(data)
-        num_complete = data.draw(st.integers(0, len(sequence.token_ids)), "complete tokens")
-        call = sequence.token_ids[:num_complete], sequence.pages, sequence.salt
-        self.pool.insert(*call)
-        self.reference.insert(*call)
+    @stateful.rule(index=st.integers(0, 7), num_tokens=st.integers(0, 12))
+    def insert(self, index, num_tokens):
+        """As after a chunk of a prefill."""
+        self.insert_into_both(self.sequences[index % len(self.sequences)], num_tokens)
 
     @stateful.precondition(lambda self: self.sequences)
-    @stateful.rule(data=st.data())
-    def end(self, data):
-        sequence = self.choose(data)
-        self.sequences.remove(sequence)
-        self.release(sequence.pages)
+    @stateful.rule(index=st.integers(0, 7))
+    def end(self, index):
+        sequence = self.sequences.pop(index % len(self.sequences))
+        self.insert_into_both(sequence, len(sequence.token_ids) - 1)
+        self.release_from_both(sequence.pages)
 
-    @stateful.rule(count=st.integers(0, 12))
+    @stateful.rule(count=st.integers(0, 4))
     def pass_through(self, count):
-        """Pages that never enter the prefix index."""
-        pages = self.allocate(count)
+        """Pages that never enter the prefix index, but push others out of it."""
+        pages = self.allocate_for(count * self.pool.page_size, 0)
         if pages is not None:
-            self.release(pages)
-
-    @stateful.rule()
-    def reset(self):
-        is_idle = not self.reference.held
-        assert self.pool.reset_prefix_cache() == is_idle
-        if is_idle:
-            self.reference.index.clear()
+            self.release_from_both(pages)
 
     @stateful.invariant()
     def agrees(self):
@@ -396,6 +393,15 @@ class AnyOrderOfCalls(stateful.RuleBasedStateMachine):
         assert self.pool.num_cached == len(self.reference.cached())
         assert self.pool.num_free == self.pool.num_cached + len(self.reference.free())
         assert self.pool.num_referenced == len(set(self.reference.held))
+
+    def teardown(self):
+        assert self.pool.reset_prefix_cache() == (not self.sequences)
+        while self.sequences:
+            self.end(0)
+            self.agrees()
+        assert self.pool.num_free == self.pool.num_pages
+        assert self.pool.reset_prefix_cache()
+        assert self.pool.num_cached == 0
 
 
 AnyOrderOfCalls.TestCase.settings = hypothesis.settings(
