@@ -21,9 +21,11 @@ export JAX_PLATFORMS ?= cpu
 demo: $(VENV)/demo.stamp $(MODEL)
 	$(BIN)/specjax demo --target=$(MODEL)
 
-# make test TESTS="tests/kernels tests/test_decode.py" runs some of the tests.
+# make test TESTS="tests/kernels tests/test_decode.py" runs some of the tests, and
+# make test MARKS="not gpu" also those that take a machine more than ten minutes.
+MARKS ?= not gpu and not slow
 test: $(VENV)/test.stamp $(AOT) $(MODEL)
-	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(TESTS)
+	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(TESTS)
 
 # Writes kernels/RESOURCES.md.
 resources: $(AOT)

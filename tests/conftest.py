@@ -9,20 +9,12 @@ import pathlib
 
 import jax
 
-# Before jax makes its backend. Code generation takes most of the time that a tiny model needs;
-# these change no step before it. A flag that XLA does not know ends the process, and the last of
-# them does not exist in all versions. Eight devices are for what runs on a mesh; everything else
-# runs on the first.
+from support import xla
+
+# Before jax makes its backend. Eight devices are for what runs on a mesh; everything else runs on
+# the first.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if jax.__version_info__ < (0, 11):
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), xla.quick_flags(8)])
 
 # Compiled programs are kept between runs, one folder for each worker: JAX does not write its files
 # atomically. A program that is read from there still counts as compiled.
@@ -36,6 +28,28 @@ from absl import flags
 
 from specjax.cli import main
 from support.cli import Outcome
+
+# With `--dist loadfile --no-loadscope-reorder`, workers take files in the order of collection. The
+# longest ones come first, so that no worker has one of them left when the others are done.
+LONGEST = (
+    "test_smollm2.py",
+    "test_decode.py",
+    "test_parallel.py",
+    "test_drafters.py",
+    "test_train.py",
+    "test_generate.py",
+    "test_bench.py",
+    "test_decode_step.py",
+    "test_mesh_step.py",
+    "test_processes.py",
+    "test_eagle.py",
+    "test_sampling_kernels.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -257,7 +257,7 @@ def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
     assert found[0] == found[1] == 1 and 1 > found[2] > found[3]
 
 
-@pytest.mark.parametrize("wanted", [0.4, 0.9])
+@pytest.mark.parametrize("wanted", [0.4, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_gpu_in_small(command, tmp_path, wanted):
     config = {
         "architectures": ["LlamaForCausalLM"],

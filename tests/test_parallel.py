@@ -33,16 +33,9 @@ OTHER = llama.init(jax.random.key(2), CONFIG, scale=0.5)
 DRAFT = Model(
     CONFIG, jax.tree.map(lambda a, b: a + 0.15 * b, TARGET.params, OTHER)
 )  # often right and often wrong
-# (data_parallel, tensor_parallel, draft_tensor_parallel). COVERING has each axis split or not, with
-# every other (a draft is not split where its target is not), and each axis split as far as it goes.
-COVERING = [
-    (data, tensor, draft)
-    for data in (1, 2)
-    for tensor in (1, 4)
-    for draft in (1, 2)
-    if tensor % draft == 0
-]
-COVERING += [(1, 8, 1), (1, 8, 4), (8, 1, 1)]
+# (data_parallel, tensor_parallel, draft_tensor_parallel). COVERING splits each axis by 2 or 4 and
+# as far as it goes, with and without the others (a draft is not split where its target is not).
+COVERING = [(2, 1, 1), (2, 4, 1), (1, 4, 2), (1, 8, 4), (8, 1, 1)]
 DEGREES = [
     (data, tensor, draft)
     for data in (1, 2, 4, 8)
@@ -118,12 +111,11 @@ def assert_copies_agree(state):
 def degrees_of_drafters():
     """Drafters with the degrees that they run with; those outside the covering set are slow."""
     chosen = [("draft_model", degrees) for degrees in COVERING]
-    chosen += [("ngram", degrees) for degrees in [(2, 1, 1), (2, 4, 1), (1, 8, 1)]]
-    chosen += [("eagle", degrees) for degrees in [(8, 1, 1), (2, 4, 2), (1, 8, 1)]]
-    chosen += [("ngram,eagle", degrees) for degrees in [(2, 2, 1), (1, 8, 4)]]
+    chosen += [("ngram", (2, 4, 1)), ("eagle", (2, 4, 2)), ("ngram,eagle", (1, 8, 1))]
     every = [("draft_model", degrees) for degrees in DEGREES]
     every += [("ngram", degrees) for degrees in DEGREES if degrees[2] == 1]
-    every += [("eagle", (1, 4, 4))]
+    every += [("eagle", degrees) for degrees in [(8, 1, 1), (1, 8, 1), (1, 4, 4)]]
+    every += [("ngram,eagle", degrees) for degrees in [(2, 2, 1), (1, 8, 4)]]
     others = [case for case in every if case not in chosen]
     return chosen + [pytest.param(*case, marks=pytest.mark.slow) for case in others]
 
@@ -143,9 +135,9 @@ def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
     ("name", "degrees"),
     [
         ("draft_model", (2, 4, 2)),
-        ("draft_model", (1, 8, 1)),
-        ("ngram", (1, 4, 1)),
-        ("ngram,eagle", (2, 4, 2)),
+        ("ngram,eagle", (1, 8, 1)),
+        pytest.param("draft_model", (1, 8, 1), marks=pytest.mark.slow),
+        pytest.param("ngram", (1, 4, 1), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -177,9 +169,7 @@ class Disagreeing(base.Drafter):
         return base.chain([token_B], [distribution]), state
 
 
-@pytest.mark.parametrize(
-    ("verify", "draws"), [("coupled", True), ("rejection", True), ("coupled", False)]
-)
+@pytest.mark.parametrize(("verify", "draws"), [("rejection", True), ("coupled", False)])
 def test_devices_that_round_differently_still_agree(verify, draws, plain):
     """They take the drafts of the first of them, so that no two ever check different ones."""
     mesh = parallel.make_mesh(4, 2, 2)

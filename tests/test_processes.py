@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from support import folders
+from support import folders, xla
 
 CONFIG = {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 8192}
 PROMPTS = ("hello", "he", "or world")
@@ -43,7 +43,7 @@ class Process:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XDG_CACHE_HOME": str(folder / "cache"),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": xla.quick_flags(devices),
         }
         command = [
             sys.executable,

@@ -1,5 +1,5 @@
 """Compiles the decode loop for an absent H100, and what is wrong on purpose: `python decode_step.py
-FOLDER`.
+FOLDER NAMES`.
 
 Run by `gate.py` in a process of its own. Every program gets a folder, with its optimized HLO, its
 thunks, and the figures that the tests need.
@@ -72,45 +72,48 @@ PROGRAMS = {
 }
 
 
-def main(folder: pathlib.Path) -> None:
+def main(folder: pathlib.Path, names: list[str]) -> None:
+    """Compiles the programs of these names; "broken" stands for those that are wrong on purpose."""
     mesh = aot.mesh("h100")
-    for name in PROGRAMS:
-        start = time.monotonic()
-        config, args, kernels = arguments(name)
-        function = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
-        params, draft_params, state = aot.abstract(args, mesh)
-        pools = [
-            x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) > 2
-        ]  # and a head's features
-        weights = [
-            x
-            for path, x in jax.tree.leaves_with_path((params, draft_params))
-            if "norm" not in path[-1].key
-        ]
-        save(
-            folder / name,
-            function,
-            (params, draft_params, config, state),
-            jax.tree.leaves(state),
-            pools,
-            weights,
-            start,
-            kernels=kernels,
-            filters=PROGRAMS[name][2],
-            logits_bytes=logits_bytes(name),
-        )
+    for name in names:
+        if name == "broken":
+            compile_broken(folder, mesh)
+        else:
+            compile_loop(folder / name, name, mesh)
+
+
+def compile_loop(folder: pathlib.Path, name: str, mesh) -> None:
+    start = time.monotonic()
+    config, args, kernels = arguments(name)
+    function = jax.jit(decode.generate, static_argnums=2, donate_argnums=3)
+    params, draft_params, state = aot.abstract(args, mesh)
+    caches = jax.tree.leaves((state.cache, state.drafter))
+    leaves = jax.tree.leaves_with_path((params, draft_params))
+    save(
+        folder,
+        function,
+        (params, draft_params, config, state),
+        jax.tree.leaves(state),
+        [x for x in caches if len(x.shape) > 2],  # and a head's features
+        [x for path, x in leaves if "norm" not in path[-1].key],
+        start,
+        kernels=kernels,
+        filters=PROGRAMS[name][2],
+        logits_bytes=logits_bytes(name),
+    )
+
+
+def compile_broken(folder: pathlib.Path, mesh) -> None:
     for name, (function, args, donate) in broken().items():
         args = aot.abstract(args, mesh)
         pool, weight, _ = args
         function = jax.jit(function, donate_argnums=donate)
         save(folder / name, function, args, [pool], [pool], [weight], time.monotonic())
-    args = aot.abstract(
-        (Shape((B, 4096), jnp.bfloat16), Shape((4096, TARGET.vocab_size), jnp.bfloat16)), mesh
-    )
+    x, weight = Shape((B, 4096), jnp.bfloat16), Shape((4096, TARGET.vocab_size), jnp.bfloat16)
     compile_(
         folder / "logits_stacked",
         jax.jit(stack_logits),
-        args,
+        aot.abstract((x, weight), mesh),
         time.monotonic(),
         pools=[],
         smallest_logits=B * TARGET.vocab_size,
@@ -258,4 +261,4 @@ def compile_(folder: pathlib.Path, function, args, start: float, **facts) -> Non
 
 if __name__ == "__main__":
     with dispatch.compiling_for(dispatch.HOPPER):
-        main(pathlib.Path(sys.argv[1]))
+        main(pathlib.Path(sys.argv[1]), sys.argv[2:])

@@ -1,9 +1,7 @@
-"""Runs the compilations for absent GPUs, each once per session and all at once, and reads what came
-of them."""
+"""Runs the compilations for absent GPUs, each once per session, and reads what came of them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -20,12 +18,19 @@ import pytest
 from specjax.kernels.gpu import aot
 
 PACKAGES = "SPECJAX_AOT_PACKAGES"
-SECONDS = 900  # together they take 120 on two idle cores
+SECONDS = 900  # each takes a minute or two of one core
 HERE = pathlib.Path(__file__).parent
+RESOURCES = ["-m", "specjax.kernels.gpu.resources", "--check"]
+DECODE_STEP = [str(HERE / "decode_step.py")]
+# The folder to write to comes after those that are a script. Those of `slow` tests have names that
+# end in "_rest" or "_all".
 COMMANDS = {
-    "resources": ["-m", "specjax.kernels.gpu.resources", "--check"],
-    **{name: [str(HERE / f"{name}.py")] for name in ("decode_step", "mesh_step")},
-}  # and the folder to write to
+    "resources": [*RESOURCES, "--every=4"],
+    "resources_all": RESOURCES,
+    "decode_step": [*DECODE_STEP, "rejection", "ngram", "broken"],
+    "decode_step_rest": [*DECODE_STEP, "plain", "coupled", "eagle"],
+    "mesh_step": [str(HERE / "mesh_step.py")],
+}
 
 
 def importable() -> bool:
@@ -42,47 +47,29 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def _runs(folder: pathlib.Path, names: tuple[str, ...]) -> dict[str, Run]:
+def run(name: str, folder: pathlib.Path) -> Run:
+    """Runs one of `COMMANDS`; a script writes to the folder. A gate that cannot run fails."""
     packages = os.environ.get(PACKAGES)
     if not (os.path.isdir(packages) if packages else importable()):
-        return {}
-    with contextlib.ExitStack() as stack:
-        processes = {}
-        for name in names:
-            output = stack.enter_context(folder.joinpath(f"{name}.txt").open("w+"))
-            command = COMMANDS[name] + ([] if name == "resources" else [str(folder / name)])
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env=aot.environment(packages),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(process.kill)
-            processes[name] = process
-        for process in processes.values():
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # it has no exit code then, which is not 0 either
-                process.wait(SECONDS)
-        return {
-            name: Run(process.poll(), folder.joinpath(f"{name}.txt").read_text())
-            for name, process in processes.items()
-        }
-
-
-def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
-    """One of `COMMANDS`, run, and the folder with what it wrote. A gate that cannot run fails."""
-    folder = tmp_path_factory.getbasetemp() / "aot"
-    folder.mkdir(exist_ok=True)
-    # A worker of pytest-xdist has some of the files of tests, and would do all the others' work
-    # once more.
-    runs = _runs(folder, (name,) if "PYTEST_XDIST_WORKER" in os.environ else tuple(COMMANDS))
-    if not runs:
         pytest.fail(
             "nothing here compiles for an absent GPU: run `make test`, which installs what that "
             f"takes and says where it is in {PACKAGES}, or install the extra 'aot'"
         )
-    return runs[name], folder / name
+    script, *arguments = COMMANDS[name]
+    command = [script, *arguments] if script == "-m" else [script, str(folder), *arguments]
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=aot.environment(packages),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # it has no exit code then, which is not 0 either
+    return Run(process.returncode, output.read_text())
 
 
 class Instruction(NamedTuple):

@@ -8,21 +8,41 @@ import gate
 import pytest
 from decode_step import PROGRAMS
 
-ONE_LOOP = [
-    name for name in PROGRAMS if name != "ngram"
-]  # there two loops of one round or none stand for branches
+GATES = dict.fromkeys(("rejection", "ngram"), "decode_step")
+GATES |= dict.fromkeys(("plain", "coupled", "eagle"), "decode_step_rest")
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if gate.endswith("_rest") else [])
+    for name, gate in GATES.items()
+]
+# There two loops of one round or none stand for branches.
+ONE_LOOP = [name for name in NAMES if name.values != ("ngram",)]
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    run, folder = gate.run("decode_step", tmp_path_factory)
-    assert run.code == 0, run.out[-4000:]
-    return {path.parent.name: gate.Program(path.parent) for path in folder.glob("*/facts.json")}
+def load(tmp_path_factory):
+    """Returns a function that returns a program by its name."""
+    folders, programs = {}, {}
+
+    def load(name: str) -> gate.Program:
+        group = GATES.get(name, "decode_step")
+        if group not in folders:
+            folders[group] = tmp_path_factory.mktemp(group)
+            run = gate.run(group, folders[group])
+            assert run.code == 0, run.out[-4000:]
+        if name not in programs:
+            programs[name] = gate.Program(folders[group] / name)
+        return programs[name]
+
+    return load
 
 
-@pytest.fixture(params=PROGRAMS)
-def program(request, programs):
-    return programs[request.param]
+@pytest.fixture(params=NAMES)
+def program(request, load):
+    return load(request.param)
+
+
+def test_every_program_has_its_gate():
+    assert GATES.keys() == PROGRAMS.keys()
 
 
 def test_one_loop_holds_everything(program):
@@ -34,25 +54,22 @@ def test_one_loop_holds_everything(program):
 
 
 @pytest.mark.parametrize("name", ONE_LOOP)
-def test_no_loop_is_inside_the_loop(name, programs):
-    assert len(programs[name].while_loops) == 1
+def test_no_loop_is_inside_the_loop(name, load):
+    assert len(load(name).while_loops) == 1
 
 
 @pytest.mark.parametrize("name", ONE_LOOP)
-def test_a_round_is_one_command_buffer(name, programs):
+def test_a_round_is_one_command_buffer(name, load):
     """One launch of a CUDA graph, with every kernel of ours in it."""
-    [loop] = programs[name].thunks
+    [loop] = load(name).thunks
     assert gate.kinds(loop.children) == ["kCommandBuffer"]
-    assert (
-        gate.kinds(loop.children[0].children).count("kCustomCall")
-        == programs[name].facts["kernels"]
-    )
+    assert gate.kinds(loop.children[0].children).count("kCustomCall") == load(name).facts["kernels"]
 
 
-def test_a_round_of_prompt_lookup_is_few_command_buffers(programs):
+def test_a_round_of_prompt_lookup_is_few_command_buffers(load):
     """The search, the pass with guesses, the pass without, what follows; a pass is a loop of one
     round or none."""
-    [loop] = programs["ngram"].thunks
+    [loop] = load("ngram").thunks
     assert gate.kinds(loop.children) == ["kCommandBuffer", "kWhile", "kWhile", "kCommandBuffer"]
     passes = [inner for inner in loop.children if inner.kind == "kWhile"]
     assert [gate.kinds(inner.children) for inner in passes] == [["kCommandBuffer"]] * 2
@@ -62,7 +79,7 @@ def test_a_round_of_prompt_lookup_is_few_command_buffers(programs):
         for kind in gate.kinds(inner.children[0].children)
         if kind == "kCustomCall"
     ]
-    assert len(kernels) == programs["ngram"].facts["kernels"]
+    assert len(kernels) == load("ngram").facts["kernels"]
 
 
 def test_every_kernel_of_ours_is_called(program):
@@ -109,12 +126,12 @@ def test_nothing_goes_through_the_host(program):
     assert not program.leaves_the_device()
 
 
-def test_these_checks_notice(programs):
+def test_these_checks_notice(load):
     """Each loop that is wrong on purpose is caught by the check that is there for it, and the right
     one by none."""
 
     def faults(name):
-        program = programs[name]
+        program = load(name)
         written = program.written(program.facts["smallest_weight"])
         loops = [thunk for thunk in program.thunks if thunk.kind == "kWhile"]
         return {
@@ -133,5 +150,5 @@ def test_these_checks_notice(programs):
     assert found("weight_converted") == {"weight"}
     assert found("loop_inside") == {"buffer"}
     assert "host" in found("through_host")
-    stacked = programs["logits_stacked"]
+    stacked = load("logits_stacked")
     assert beside_logits(stacked)[1] == Counter([2 * stacked.facts["smallest_logits"]])

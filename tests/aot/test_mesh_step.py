@@ -12,7 +12,8 @@ from mesh_step import CHECKS, PROGRAMS
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    run, folder = gate.run("mesh_step", tmp_path_factory)
+    folder = tmp_path_factory.mktemp("mesh_step")
+    run = gate.run("mesh_step", folder)
     assert run.code == 0, run.out[-4000:]
     return {
         path.parent.name: mesh_step.Program(path.parent) for path in folder.glob("*/facts.json")
