@@ -25,7 +25,7 @@ DECODE_STEP = [str(HERE / "decode_step.py")]
 # The folder to write to comes after those that are a script. Those of `slow` tests have names that
 # end in "_rest" or "_all".
 COMMANDS = {
-    "resources": [*RESOURCES, "--every=4"],
+    "resources": [*RESOURCES, "--every=5"],
     "resources_all": RESOURCES,
     "decode_step": [*DECODE_STEP, "rejection", "ngram", "broken"],
     "decode_step_rest": [*DECODE_STEP, "plain", "coupled", "eagle"],

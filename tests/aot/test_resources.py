@@ -26,7 +26,7 @@ def table(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("resources", 4), pytest.param("resources_all", 1, marks=pytest.mark.slow)]
+    ("name", "every"), [("resources", 5), pytest.param("resources_all", 1, marks=pytest.mark.slow)]
 )
 def test_configurations_compile_and_fit(name, every, tmp_path):
     run = gate.run(name, tmp_path)
