@@ -20,7 +20,7 @@ from specjax.engine.request import SamplingParams
 from specjax.errors import SpecJAXError
 from specjax.processors import ProcessorArrays
 from support.distributions import chi_square_p, reference_distribution, reference_logits
-from support.loop import GENERATE, prepare, result, run
+from support.loop import prepare, run
 from support.models import full_logits, make_drafter, similar, tiny
 
 NAMES = [*registry.names(), "ngram,eagle"]
@@ -208,7 +208,7 @@ def test_infinite_logits_and_forbidden_nans():
 
 SMALL_V, SMALL_PROMPT, SMALL_EOS, DEPTH = 5, [0, 1, 2, 1], [3], 3
 SMALL_TARGET, SMALL_DRAFT = tiny(10, vocab_size=SMALL_V), tiny(11, vocab_size=SMALL_V)
-TRIALS, TEMPERATURE = 6_144, 2.5
+TRIALS = 2_048
 GROUPS = {
     "none": {},
     "logit_bias": dict(logit_bias={0: 2.0, 4: -3.0}),
@@ -228,6 +228,7 @@ GROUPS = {
         repetition_penalty=0.6,
     ),
 }
+GROUPS["all, greedy"] = GROUPS["all"]
 OFF = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
 
@@ -235,11 +236,15 @@ def eos_of(group: str) -> list[int]:
     return SMALL_EOS if GROUPS[group].get("min_tokens") else []
 
 
+def temperature_of(group: str) -> float:
+    return 0.0 if "greedy" in group else 2.5
+
+
 @functools.cache
 def run_groups(drafter_name: str):
     """`TRIALS` rows of each group, all of them in one program."""
     options = {"min_n": 1} if drafter_name == "ngram" else {}
-    drafter, params = make_drafter(drafter_name, 3, SMALL_TARGET, SMALL_DRAFT, **options)
+    drafter, params = make_drafter(drafter_name, DEPTH - 1, SMALL_TARGET, SMALL_DRAFT, **options)
     names = {name for group in GROUPS.values() for name in group}
     columns = {name: [] for name in names}
     for group, name in itertools.product(GROUPS.values(), names):
@@ -250,10 +255,10 @@ def run_groups(drafter_name: str):
         [SMALL_PROMPT] * num_rows,
         drafter=drafter,
         draft_params=params,
-        max_new=DEPTH + 1,
+        max_new=DEPTH,
         eos=[eos_of(group) for group in GROUPS for _ in range(TRIALS)],
         seed=np.arange(num_rows),
-        temperature=TEMPERATURE,
+        temperature=np.repeat([temperature_of(group) for group in GROUPS], TRIALS),
         capacity=8,
         **columns,
     )
@@ -285,7 +290,7 @@ def enumerated(group: str) -> np.ndarray:
         logits_V = reference_logits(
             small_logits()[text], SMALL_PROMPT, text, eos_of(group), **GROUPS[group]
         )
-        p_V = reference_distribution(logits_V, TEMPERATURE)
+        p_V = reference_distribution(logits_V, temperature_of(group))
         for token in np.flatnonzero(p_V):
             visit((*text, int(token)), probability * p_V[token])
 
@@ -298,14 +303,18 @@ def enumerated(group: str) -> np.ndarray:
 def test_rejection_samples_from_the_processed_distribution(drafter_name, group):
     """With sampled drafts and with one-hot ones, some of them accepted."""
     got = run_groups(drafter_name)
-    rows = slice(list(GROUPS).index(group) * TRIALS, (list(GROUPS).index(group) + 1) * TRIALS)
-    log = got.state.log
-    drafted, accepted = (np.asarray(x[rows]).sum() for x in (log.drafted_BS, log.accepted_BS))
-    assert 0.05 * drafted < accepted < 0.95 * drafted
+    start = list(GROUPS).index(group) * TRIALS
+    rows = slice(start, start + TRIALS)
     counts = np.bincount([code(text) for text in got.emitted[rows]], minlength=6**DEPTH)
     distribution = enumerated(group)
     np.testing.assert_allclose(distribution.sum(), 1, atol=1e-6)
     assert counts[distribution == 0].sum() == 0
+    if temperature_of(group) == 0:
+        assert distribution.max() == 1  # and so all texts are that one
+        return
+    log = got.state.log
+    drafted, accepted = (np.asarray(x[rows]).sum() for x in (log.drafted_BS, log.accepted_BS))
+    assert 0.05 * drafted < accepted < 0.95 * drafted
     assert (distribution > 0.002).sum() > 10
     assert chi_square_p(counts, distribution, TRIALS) > 1e-3
 
@@ -383,24 +392,19 @@ def test_plain_decoding_takes_the_argmax_of_processed_logits():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_coupled_text_is_that_of_plain_decoding_with_every_feature(name):
-    drafter, params = make_drafter(name, 3, TARGET, DRAFT)
+    drafter, params = make_drafter(name, 2, TARGET, DRAFT)
     got = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, verify="coupled", **TEXTS)
     check_text(got, list(range(B)))
     np.testing.assert_array_equal(got.state.failed_B, plain().state.failed_B)
 
 
-def test_rejection_text_of_greedy_rows_is_that_of_plain_decoding():
-    drafter, params = make_drafter("draft_model", 3, TARGET, DRAFT)
-    got = run(TARGET, PROMPTS, drafter=drafter, draft_params=params, **TEXTS)
-    check_text(got, [row for row in range(B) if TEXTS["temperature"][row] == 0])
-
-
 def test_the_loop_on_a_mesh_gives_the_same_text_and_log_probabilities():
+    """Without drafts, whose part in it has its own test above."""
     mesh = parallel.make_mesh(2, data_parallel=2)
-    drafter, _ = make_drafter("ngram", 3, TARGET, DRAFT)
     placed = TARGET._replace(params=parallel.place(TARGET.params, mesh, "target"))
-    got = result(GENERATE(*prepare(placed, PROMPTS, drafter=drafter, mesh=mesh, **TEXTS)))
-    check_text(got, [row for row in range(B) if TEXTS["temperature"][row] == 0])
+    got = run(placed, PROMPTS, mesh=mesh, **TEXTS)
+    assert got.emitted == plain().emitted
+    check_logprobs(got)
 
 
 # --- What nobody asked for is not compiled --------------------------------------------------------
