@@ -118,16 +118,15 @@ def process(
         # A select, since an infinite logit minus infinity is NaN.
         logits_BTV = jnp.where(bias_BTV == -jnp.inf, -jnp.inf, logits_BTV + bias_BTV)
     if arrays.bad_words_BWC is not None:
-        window_BI = _recent_output(
-            tokens_BS, prompt_length_B, length_B, arrays.bad_words_BWC.shape[2] - 1
-        )
-        window_BI = jnp.concatenate([window_BI, drafts_BM], axis=1)
-        logits_BTV = _without_bad_words(logits_BTV, arrays.bad_words_BWC, window_BI, axes)
+        num_before = arrays.bad_words_BWC.shape[2] - 1
+        recent = _recent_output(tokens_BS, prompt_length_B, length_B, num_before)
+        window = jnp.concatenate([recent, drafts_BM], axis=1)
+        logits_BTV = _without_bad_words(logits_BTV, arrays.bad_words_BWC, window, axes)
     if arrays.min_tokens_B is not None:
         output_length_B1 = (length_B - prompt_length_B)[:, None]
         output_length_BT = output_length_B1 + jnp.arange(logits_BTV.shape[1])
-        is_too_early_BT = output_length_BT < arrays.min_tokens_B[:, None]
-        logits_BTV = _forbid(logits_BTV, eos_BE[:, None], is_too_early_BT[..., None], axes)
+        is_early_BT = output_length_BT < arrays.min_tokens_B[:, None]
+        logits_BTV = _forbid(logits_BTV, eos_BE[:, None], is_early_BT[..., None], axes)
     logits_BTV = _penalize(
         arrays, logits_BTV, tokens_BS, prompt_length_B, length_B, drafts_BM, axes
     )
@@ -146,34 +145,41 @@ def _columns(tokens, V: int, axes: tuple[str, ...]):
     return jnp.where((column >= 0) & (column < V), column, V)
 
 
-def _forbid(logits_BTV, tokens_BTI, is_forbidden_BTI, axes: tuple[str, ...]):
-    """Returns the logits with -inf for some tokens of each node; -1 is no token."""
+def _forbid(logits_BTV, tokens, is_forbidden, axes: tuple[str, ...]):
+    """Returns the logits with -inf for some tokens of each node.
+
+    Args:
+      logits_BTV: as for `process`.
+      tokens: int32, some per node, on a last axis: `[B, T, ...]`. -1 is no token.
+      is_forbidden: bool, of the same shape, or one that is broadcast to it.
+      axes: as for `process`.
+    """
     B, T, V = logits_BTV.shape
     row_B11, node_T1 = jnp.arange(B)[:, None, None], jnp.arange(T)[:, None]
-    column_BTI = _columns(jnp.where(is_forbidden_BTI, tokens_BTI, -1), V, axes)
-    return logits_BTV.at[row_B11, node_T1, column_BTI].set(-jnp.inf, mode="drop")
+    columns = _columns(jnp.where(is_forbidden, tokens, -1), V, axes)
+    return logits_BTV.at[row_B11, node_T1, columns].set(-jnp.inf, mode="drop")
 
 
 def _recent_output(tokens_BS, prompt_length_B, length_B, count: int):
-    """Returns the last tokens of the output, `[B, count]`; -2 where it has not so many."""
-    position_BI = length_B[:, None] - count + jnp.arange(count)
-    tokens_BI = jnp.take_along_axis(tokens_BS, jnp.maximum(position_BI, 0), axis=1)
-    return jnp.where(position_BI >= prompt_length_B[:, None], tokens_BI, -2)
+    """Returns the last `count` tokens of each output, `[B, count]`; -2 where it has fewer."""
+    position = length_B[:, None] - count + jnp.arange(count)
+    tokens = jnp.take_along_axis(tokens_BS, jnp.maximum(position, 0), axis=1)
+    return jnp.where(position >= prompt_length_B[:, None], tokens, -2)
 
 
-def _without_bad_words(logits_BTV, bad_words_BWC, window_BI, axes: tuple[str, ...]):
+def _without_bad_words(logits_BTV, bad_words_BWC, window, axes: tuple[str, ...]):
     """Forbids the last token of each sequence whose other tokens come just before.
 
     Args:
       logits_BTV: as for `process`.
       bad_words_BWC: see `ProcessorArrays`.
-      window_BI: the last C - 1 tokens of the output, then the drafts.
+      window: int32 `[B, C - 1 + M]`, the last C - 1 tokens of the output, then the drafts.
       axes: as for `process`.
     """
     T, num_before = logits_BTV.shape[1], bad_words_BWC.shape[2] - 1
     # The tokens before node t are the C - 1 entries from t on.
     index_TC = jnp.arange(T)[:, None] + jnp.arange(num_before)
-    before_BT1C = window_BI[:, index_TC][:, :, None]
+    before_BT1C = window[:, index_TC][:, :, None]
     expected_B1WC = bad_words_BWC[:, None, :, :-1]
     matches_BTW = ((expected_B1WC == before_BT1C) | (expected_B1WC == -1)).all(axis=-1)
     return _forbid(logits_BTV, bad_words_BWC[:, None, :, -1], matches_BTW, axes)
