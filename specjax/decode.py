@@ -37,6 +37,7 @@ from specjax.drafters.base import Context, Draft, Drafter
 from specjax.errors import SpecJAXError
 from specjax.kv_cache import PagedKVCache
 from specjax.lax_utils import with_standard_promotion
+from specjax.processors import ProcessorArrays, process
 from specjax.sampling import SamplingArrays, Stream
 from specjax.verify import METHODS, Verified, unusable_drafts, verify
 
@@ -51,6 +52,7 @@ class DecodeConfig:
       verify: "rejection" or "coupled", see `verify`.
       runtime: dtype, page size, valid tokens, implementation and mesh. With a mesh, arrays have
         their whole shapes on both sides of `init` and `generate`.
+      logprobs: whether log-probabilities of the output are kept, see `DecodeState`.
 
     Raises:
       SpecJAXError: for an unknown verification method, a drafter that proposes nothing, or a mesh
@@ -61,6 +63,7 @@ class DecodeConfig:
     drafter: Drafter | None = None
     verify: str = "rejection"
     runtime: Runtime = dataclasses.field(default_factory=Runtime)
+    logprobs: bool = False
 
     def __post_init__(self):
         if self.verify not in METHODS:
@@ -93,12 +96,14 @@ class RequestArrays:
       max_length_B: int32, prompt and output; a row that reaches it is done.
       eos_BE: int32, tokens that end a row; -1 fills unused entries.
       sampling: temperatures, filters and seeds.
+      processors: changes of the target's logits; None for none.
     """
 
     prompt_length_B: jax.Array
     max_length_B: jax.Array
     eos_BE: jax.Array
     sampling: SamplingArrays
+    processors: ProcessorArrays | None = None
 
 
 @struct.dataclass
@@ -134,6 +139,9 @@ class DecodeState:
       drafter: the drafter's own state.
       request: constants of the request of each row.
       log: statistics.
+      logprobs_BS: float32, for each token of the output its log-probability under the target alone,
+        before processors, temperature and filters; 0 elsewhere. None unless `DecodeConfig.logprobs`
+        is set.
     """
 
     tokens_BS: jax.Array
@@ -144,6 +152,7 @@ class DecodeState:
     drafter: Any
     request: RequestArrays
     log: RoundLog
+    logprobs_BS: jax.Array | None = None
 
 
 @with_standard_promotion
@@ -314,6 +323,7 @@ def _init(params, drafter_params, config, tokens_BS, request, prefill_chunk: int
             emitted_BS=jnp.zeros((B, S), jnp.int32),
             unusable_drafts_B=jnp.zeros(B, jnp.int32),
         ),
+        logprobs_BS=jnp.zeros((B, S), jnp.float32) if config.logprobs else None,
     )
 
 
@@ -336,11 +346,13 @@ class Checked(NamedTuple):
       cache: with keys and values of the block.
       verified: outcome, for T = M + 1 tokens.
       aux_hidden_BTD: residual streams for the drafter.
+      logprobs_BT: float32, of the tokens of `verified`; None unless asked for.
     """
 
     cache: PagedKVCache
     verified: Verified
     aux_hidden_BTD: tuple[jax.Array, ...]
+    logprobs_BT: jax.Array | None
 
 
 def _step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> DecodeState:
@@ -431,15 +443,17 @@ def _forward_and_verify(
         verified = verify(
             config.verify,
             config.runtime,
-            logits_BTV,
+            _processed(config, state, logits_BTV, first_BM),
             draft._replace(tokens_BM=first_BM),
             state.request.sampling,
             state.length_B,
         )
+        logprobs_BT = _logprobs(config, state, logits_BTV, verified.tokens_BT)
         padded = functools.partial(_pad_tokens, padding=M - num_drafts)
         tokens_BT, usable_BT = padded(verified.tokens_BT), padded(verified.usable_BT)
         verified = Verified(tokens_BT, verified.accepted_B, usable_BT)
-        return Checked(output.cache, verified, tuple(map(padded, output.aux_hidden)))
+        aux_hidden_BTD = tuple(map(padded, output.aux_hidden))
+        return Checked(output.cache, verified, aux_hidden_BTD, jax.tree.map(padded, logprobs_BT))
 
     if always_drafts:
         return check(M, state.cache)
@@ -453,11 +467,35 @@ def _forward_and_verify(
             jnp.zeros((B, M + 1), bool),
         ),
         tuple(jnp.zeros(hidden_shape, config.runtime.dtype) for _ in config.aux_layers),
+        None if state.logprobs_BS is None else jnp.zeros((B, M + 1), jnp.float32),
     )
     has_drafts = jnp.any(draft.count_B > 0)
     checked = lax_utils.cond_in_place(has_drafts, lambda cache, *_: check(M, cache), nothing)
     checked = lax_utils.cond_in_place(~has_drafts, lambda cache, *_: check(0, cache), checked)
     return Checked(*checked)
+
+
+def _processed(config: DecodeConfig, state: DecodeState, logits_BTV, drafts_BM):
+    """Returns the target's logits as each row's processors change them, after its own drafts."""
+    request = state.request
+    return process(
+        request.processors,
+        logits_BTV,
+        state.tokens_BS,
+        request.prompt_length_B,
+        state.length_B,
+        drafts_BM,
+        request.eos_BE,
+        parallel.model_axes(config.runtime.mesh, "target"),
+    )
+
+
+def _logprobs(config: DecodeConfig, state: DecodeState, logits_BTV, tokens_BT):
+    """Returns the tokens' log-probabilities, float32 `[B, T]`; None unless asked for."""
+    if state.logprobs_BS is None:
+        return None
+    axes = parallel.model_axes(config.runtime.mesh, "target")
+    return sampling.log_probability(config.runtime, logits_BTV, tokens_BT, axes)
 
 
 def _pad_tokens(x_BT, padding: int):
@@ -473,6 +511,9 @@ def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
     is_emitted_BT = index_T < emitted_B[:, None]
     position_BT = jnp.where(is_emitted_BT, state.length_B[:, None] + index_T, S)
     tokens_BS = state.tokens_BS.at[row_B1, position_BT].set(verified.tokens_BT, mode="drop")
+    logprobs_BS = state.logprobs_BS
+    if logprobs_BS is not None:
+        logprobs_BS = logprobs_BS.at[row_B1, position_BT].set(checked.logprobs_BT, mode="drop")
     length_B = state.length_B + emitted_B
     has_room_B = length_B < state.request.max_length_B
     active_B = state.active_B & ~is_stop_B & ~is_failure_B & has_room_B
@@ -483,6 +524,7 @@ def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
         failed_B=state.failed_B | is_failure_B,
         cache=kv_cache.release(checked.cache, ~active_B),
         log=_logged(state, draft, verified, emitted_B),
+        logprobs_BS=logprobs_BS,
     )
 
 

@@ -136,6 +136,26 @@ def sample_draft(
     return token_B, distribution._replace(logits_BTV=shard_BV)
 
 
+@with_standard_promotion
+def log_probability(
+    runtime: Runtime, logits_BTV: jax.Array, token_BT: jax.Array, axes: tuple[str, ...] = ()
+) -> jax.Array:
+    """Returns log softmax(logits) of one token of each row, float32 `[B, T]`.
+
+    Ids that are not valid have no part in the softmax. Arguments as for `sample`.
+    """
+    one_B = jnp.ones(logits_BTV.shape[0], jnp.float32)
+    _, distribution = passes.sample_pass(
+        logits_BTV,
+        one_B,
+        None,
+        None,
+        implementation=runtime.implementation,
+        **vocabulary(runtime, axes),
+    )
+    return passes.log_probability(distribution, token_BT, one_B, **vocabulary(runtime, axes))
+
+
 def vocabulary(runtime: Runtime, axes: tuple[str, ...]) -> dict:
     """Returns the keyword arguments of the passes that describe the vocabulary."""
     return dict(num_valid=runtime.num_valid_tokens, axis_name=axes or None)

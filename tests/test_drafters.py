@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
 from specjax import kv_cache
 from specjax.config import Runtime
@@ -17,7 +16,7 @@ from specjax.drafters import registry
 from specjax.drafters.base import Context
 from specjax.errors import SpecJAXError
 from specjax.verify import METHODS
-from support.distributions import reference_distribution
+from support.distributions import chi_square_p, reference_distribution
 from support.loop import compilations, run
 from support.models import full_logits, make_drafter, similar, tiny, tiny_head
 
@@ -44,18 +43,6 @@ SAMPLING = dict(
 @functools.cache
 def plain():
     return run(TARGET, PROMPTS, max_new=MAX_NEW, page_size=48, **SAMPLING)
-
-
-def chi_square_p(counts, distribution, trials) -> float:
-    """Probability of a worse fit than this one under the distribution; cells that expect less than
-    5 are pooled."""
-    order = np.argsort(distribution.ravel())
-    counts, expected = counts.ravel()[order], distribution.ravel()[order] * trials
-    rare = expected < 5
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    return scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1)
 
 
 NAMES = [*registry.names(), "ngram,eagle"]

@@ -23,7 +23,7 @@ LAYERS = (
     ("specjax.dtypes",),
     ("specjax.config",),
     ("specjax.parallel",),
-    ("specjax.kv_cache", "specjax.sampling"),
+    ("specjax.kv_cache", "specjax.sampling", "specjax.processors"),
     ("specjax.llama",),
     ("specjax.drafters",),
     ("specjax.verify",),

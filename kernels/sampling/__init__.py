@@ -3,6 +3,7 @@
 from specjax.kernels.sampling.api import (
     AxisName,
     Distribution,
+    log_probability,
     probability,
     residual_pass,
     sample_pass,
@@ -15,6 +16,7 @@ __all__ = [
     "Distribution",
     "finite",
     "inverse",
+    "log_probability",
     "probability",
     "residual_pass",
     "sample_pass",

@@ -184,16 +184,41 @@ def probability(
     It is 0 for an id that cannot be sampled, and undefined for rows of temperature 0. Arguments as
     for `sample_pass`.
     """
+    x_BT, is_here_BT = _logit(distribution, token_BT, num_valid, axis_name)
+    weight_BT = jnp.exp((x_BT - distribution.largest_BT) * inverse(temperature_B)[:, None])
+    is_kept_BT = is_here_BT & (x_BT >= distribution.threshold_BT)
+    probability_BT = jnp.where(is_kept_BT, weight_BT / distribution.total_BT, 0)
+    return jax.lax.psum(probability_BT, axis_name) if axis_name else probability_BT
+
+
+def log_probability(
+    distribution: Distribution,
+    token_BT: jax.Array,
+    temperature_B: jax.Array,
+    *,
+    num_valid: int | None = None,
+    axis_name: AxisName = None,
+) -> jax.Array:
+    """Returns the logarithm of `probability`, float32 `[B, T]`, however small that is.
+
+    It is undefined for an id that cannot be sampled. Arguments as for `probability`.
+    """
+    x_BT, is_here_BT = _logit(distribution, token_BT, num_valid, axis_name)
+    if axis_name:
+        x_BT = jax.lax.psum(jnp.where(is_here_BT, x_BT, 0), axis_name)
+    distance_BT = (x_BT - distribution.largest_BT) * inverse(temperature_B)[:, None]
+    return distance_BT - jnp.log(distribution.total_BT)
+
+
+def _logit(distribution: Distribution, token_BT, num_valid: int | None, axis_name: AxisName):
+    """Returns the logit of a token under each distribution, and whether it is in this shard."""
     _check_shapes(token_BT=(token_BT, distribution.threshold_BT.shape))
     V = distribution.logits_BTV.shape[2]
     index_BT = token_BT - _first_token(V, axis_name)
     is_here_BT = (index_BT >= 0) & (index_BT < V) & (token_BT < _limit(num_valid))
     index_BT1 = jnp.clip(index_BT, 0, V - 1)[..., None]
     x_BT = finite(jnp.take_along_axis(distribution.logits_BTV, index_BT1, axis=-1)[..., 0])
-    weight_BT = jnp.exp((x_BT - distribution.largest_BT) * inverse(temperature_B)[:, None])
-    is_kept_BT = is_here_BT & (x_BT >= distribution.threshold_BT)
-    probability_BT = jnp.where(is_kept_BT, weight_BT / distribution.total_BT, 0)
-    return jax.lax.psum(probability_BT, axis_name) if axis_name else probability_BT
+    return x_BT, is_here_BT
 
 
 def _check_shapes(**arrays) -> None:

@@ -10,17 +10,19 @@ Callers that have token ids, such as benchmarks, start with `arrays`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from specjax import processors
 from specjax import sampling as sampling_lib
 from specjax.decode import RequestArrays
 from specjax.engine.load import Model
 from specjax.engine.request import Prompt, SamplingParams
 from specjax.errors import SpecJAXError, SpecJAXWarning
+from specjax.processors import ProcessorArrays
 from specjax.sampling import SamplingArrays
 from specjax.tokenizer import Tokenizer
 
@@ -28,7 +30,12 @@ from specjax.tokenizer import Tokenizer
 # long as exp(-1e30 / temperature) is 0.
 MAX_TEMPERATURE = 1e27
 MAX_PREFILL_CHUNK = 256
+FLOAT32 = np.finfo(np.float32)
 MIN_EOS_IDS = 8  # columns of the table of end-of-sequence ids, so that few sizes are compiled
+# Of one prompt; the limits of vLLM. Powers of two from the least ones on, so that few sizes are
+# compiled.
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
+MIN_BAD_WORDS, MIN_BAD_WORD_TOKENS = 8, 4
 
 
 class Batch(NamedTuple):
@@ -166,9 +173,15 @@ RANGES = {
     "seed": _Range(int, 0, 2**32 - 1, "[0, 2**32)"),
     "temperature": _Range(float, 0, MAX_TEMPERATURE, f"[0, {MAX_TEMPERATURE:g}]"),
     "top_k": _Range(int, 0, 2**31 - 1, "[0, 2**31)"),
-    "top_p": _Range(float, np.finfo(np.float32).smallest_subnormal, 1, "(0, 1]"),
+    "top_p": _Range(float, FLOAT32.smallest_subnormal, 1, "(0, 1]"),
     "min_p": _Range(float, 0, 1, "[0, 1]"),
+    "presence_penalty": _Range(float, -2, 2, "[-2, 2]"),
+    "frequency_penalty": _Range(float, -2, 2, "[-2, 2]"),
+    # A subnormal number may be 0 on a device.
+    "repetition_penalty": _Range(float, FLOAT32.tiny, FLOAT32.max, "[1.2e-38, 3.4e38]"),
+    "min_tokens": _Range(int, 0, 2**31 - 1, "[0, 2**31)"),
 }
+MAX_LOGIT_BIAS = 100
 
 
 def per_prompt(name: str, value: Any, batch_size: int) -> np.ndarray:
@@ -252,30 +265,35 @@ def eos_sets(
     Raises:
       SpecJAXError: for another number of sets, or an id that the model never emits.
     """
-    sets = _split_sets(model.eos_ids if eos_ids is None else eos_ids, batch_size)
+    sets = _split_sets("eos_ids", model.eos_ids if eos_ids is None else eos_ids, batch_size)
     for ids in sets:
-        for token in ids:
-            is_integer = isinstance(token, int | np.integer)
-            if not is_integer or not 0 <= token < model.num_valid_tokens:
-                raise SpecJAXError(
-                    f"eos_ids has {token!r}, but ids range from 0 to {model.num_valid_tokens - 1}"
-                )
+        _check_ids("eos_ids", ids, model.num_valid_tokens)
     return sets
 
 
-def _split_sets(eos_ids: Any, batch_size: int) -> list[tuple[int, ...]]:
-    if np.isscalar(eos_ids):
+def _split_sets(name: str, value: Any, batch_size: int) -> list[tuple[int, ...] | None]:
+    """Returns the token ids of each prompt, from one list for all prompts or one per prompt."""
+    if np.isscalar(value) or isinstance(value, Mapping):
         raise SpecJAXError(
-            f"eos_ids must be a list of token ids, or one list per prompt, got {eos_ids!r}"
+            f"{name} must be a list of token ids, or one list per prompt, got {value!r}"
         )
-    sets = list(eos_ids)
+    sets = list(value)
     if not sets or np.isscalar(sets[0]):
         sets = [sets] * batch_size
     if any(np.isscalar(ids) for ids in sets):
-        raise SpecJAXError("eos_ids must be a list of token ids, or one list per prompt, not both")
+        raise SpecJAXError(f"{name} must be a list of token ids, or one list per prompt, not both")
     if len(sets) != batch_size:
-        raise SpecJAXError(f"eos_ids has {len(sets)} sets for {batch_size} prompts")
-    return [tuple(ids) for ids in sets]
+        raise SpecJAXError(f"{name} has {len(sets)} sets for {batch_size} prompts")
+    return [None if ids is None else tuple(ids) for ids in sets]
+
+
+def _check_ids(name: str, ids: Sequence[Any], num_valid_tokens: int) -> None:
+    for token in ids:
+        is_integer = isinstance(token, int | np.integer)
+        if not is_integer or not 0 <= token < num_valid_tokens:
+            raise SpecJAXError(
+                f"{name} has {token!r}, but ids range from 0 to {num_valid_tokens - 1}"
+            )
 
 
 # --- From token ids to arrays ---------------------------------------------------------------------
@@ -289,6 +307,8 @@ def arrays(
     sampling: SamplingParams | None = None,
     max_seq_len: int | None = None,
     num_rows: int | None = None,
+    vocab_size: int | None = None,
+    num_valid_tokens: int | None = None,
 ) -> Batch:
     """Returns the arrays of a batch.
 
@@ -301,6 +321,9 @@ def arrays(
       max_seq_len: S; by default the `bucket` of the largest `max_length`.
       num_rows: B, by default one row per prompt. The rest of the rows repeat the last prompt and
         emit nothing.
+      vocab_size: V, the columns of the target's logits; required for sampling parameters that name
+        token ids.
+      num_valid_tokens: those ids are below it; by default `vocab_size`.
 
     Raises:
       SpecJAXError: for a prompt longer than S, invalid sampling parameters, or a number of values
@@ -316,11 +339,14 @@ def arrays(
     tokens_BS = np.zeros((batch_size, S), np.int32)
     for row_S, ids in zip(tokens_BS, prompt_ids, strict=True):
         row_S[: len(ids)] = ids
+    sampling = SamplingParams() if sampling is None else sampling
+    vocabulary = Vocabulary(vocab_size, num_valid_tokens or vocab_size)
     request = RequestArrays(
         prompt_length_B=length_B,
         max_length_B=max_length_B,
-        eos_BE=_eos_table(_split_sets(eos_ids, batch_size)),
-        sampling=sampling_arrays(sampling or SamplingParams(), batch_size),
+        eos_BE=_eos_table(_split_sets("eos_ids", eos_ids, batch_size)),
+        sampling=sampling_arrays(sampling, batch_size),
+        processors=processor_arrays(sampling, max_length_B - length_B, vocabulary),
     )
     batch = jax.tree.map(lambda x: _pad_rows(x, num_rows), Batch(tokens_BS, request))
     batch.request.max_length_B[batch_size:] = 0
@@ -344,6 +370,167 @@ def sampling_arrays(params: SamplingParams, batch_size: int) -> SamplingArrays:
         top_p_B=values("top_p", np.float32),
         min_p_B=values("min_p", np.float32),
     )
+
+
+class Vocabulary(NamedTuple):
+    """The vocabulary that sampling parameters refer to.
+
+    Attributes:
+      size: V, the columns of the target's logits; None where it is not known.
+      num_valid_tokens: ids are below it.
+    """
+
+    size: int | None
+    num_valid_tokens: int | None
+
+    def check_ids(self, name: str, ids: Sequence[Any]) -> None:
+        """Checks the token ids of an option.
+
+        Raises:
+          SpecJAXError: for one that is not in the vocabulary, or if that is not known.
+        """
+        if self.size is None:
+            raise SpecJAXError(f"{name} requires vocab_size")
+        _check_ids(name, ids, self.num_valid_tokens)
+
+
+def processor_arrays(
+    params: SamplingParams, max_new_tokens_B: np.ndarray, vocabulary: Vocabulary
+) -> ProcessorArrays | None:
+    """Returns what changes the logits of each prompt, as arrays of the host; None for nothing.
+
+    Args:
+      params: one value for all prompts, or one per prompt.
+      max_new_tokens_B: the number of tokens that each prompt may generate.
+      vocabulary: see `Vocabulary`.
+
+    Raises:
+      SpecJAXError: for a value out of range or of another type, or another number of values.
+    """
+    batch_size = len(max_new_tokens_B)
+
+    def values(name: str) -> np.ndarray:
+        return per_prompt(name, getattr(params, name), batch_size)
+
+    min_tokens_B = values("min_tokens")
+    for b in np.flatnonzero(min_tokens_B > np.maximum(max_new_tokens_B, 0)):
+        raise SpecJAXError(
+            f"prompt {b}: min_tokens must be at most the {max(max_new_tokens_B[b], 0)} tokens that "
+            f"can be generated, got {min_tokens_B[b]}"
+        )
+    return processors.arrays(
+        bias_BV=_bias_table(params, batch_size, vocabulary),
+        bad_words_BWC=_bad_word_table(_split_bad_words(params.bad_words, batch_size), vocabulary),
+        min_tokens_B=min_tokens_B.astype(np.int32),
+        presence_penalty_B=values("presence_penalty"),
+        frequency_penalty_B=values("frequency_penalty"),
+        repetition_penalty_B=values("repetition_penalty"),
+    )
+
+
+def _bias_table(
+    params: SamplingParams, batch_size: int, vocabulary: Vocabulary
+) -> np.ndarray | None:
+    """Returns float32 [B, V]: -inf for ids that are not allowed, else the bias; None without."""
+    biases = _split_biases(params.logit_bias, batch_size)
+    for bias in filter(None, biases):
+        vocabulary.check_ids("logit_bias", list(bias))
+    allowed = _split_allowed(params.allowed_token_ids, batch_size, vocabulary)
+    if not any(biases) and not any(allowed):
+        return None
+    table_BV = np.zeros((batch_size, vocabulary.size), np.float32)
+    for row_V, bias, ids in zip(table_BV, biases, allowed, strict=True):
+        if ids is not None:
+            row_V[:] = -np.inf
+            row_V[list(ids)] = 0
+        for token, number in bias.items():
+            row_V[token] += number
+    return table_BV
+
+
+def _split_allowed(
+    value: Any, batch_size: int, vocabulary: Vocabulary
+) -> list[tuple[int, ...] | None]:
+    """Returns the allowed ids of each prompt, at least one; None for all."""
+    name = "allowed_token_ids"
+    if value is None:
+        return [None] * batch_size
+    allowed = _split_sets(name, value, batch_size)
+    for ids in allowed:
+        if ids is not None and not ids:
+            raise SpecJAXError(f"{name} is empty; at least one id is required")
+        vocabulary.check_ids(name, ids or ())
+    return allowed
+
+
+def _split_biases(value: Any, batch_size: int) -> list[Mapping[int, float]]:
+    """Returns the biases of each prompt, from those for all prompts or one mapping per prompt."""
+    is_shared = value is None or isinstance(value, Mapping)
+    biases = [value] * batch_size if is_shared else value
+    if np.isscalar(biases) or not all(x is None or isinstance(x, Mapping) for x in biases):
+        raise SpecJAXError(
+            f"logit_bias must map token ids to numbers, or be one map per prompt, got {value!r}"
+        )
+    if len(biases) != batch_size:
+        raise SpecJAXError(f"logit_bias has {len(biases)} maps for {batch_size} prompts")
+    for bias in biases:
+        for token, number in (bias or {}).items():
+            is_number = isinstance(number, int | float | np.number)
+            if not is_number or not abs(number) <= MAX_LOGIT_BIAS:
+                raise SpecJAXError(
+                    f"logit_bias must be in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], got {number!r} "
+                    f"for token {token!r}"
+                )
+    return [bias or {} for bias in biases]
+
+
+def _split_bad_words(value: Any, batch_size: int) -> list[Sequence[Sequence[int]]]:
+    """Returns the bad words of each prompt, from those for all prompts or one list per prompt."""
+    error = SpecJAXError(
+        f"bad_words must be a list of sequences of token ids, or one list per prompt, got {value!r}"
+    )
+    if value is None:
+        return [()] * batch_size
+    if np.isscalar(value) or isinstance(value, Mapping):
+        raise error
+    entries = [() if entry is None else entry for entry in value]
+    if any(np.isscalar(entry) for entry in entries):
+        raise error
+    is_word = [len(entry) > 0 and np.isscalar(entry[0]) for entry in entries]
+    if any(is_word) or not entries:
+        entries = [entries] * batch_size
+    if len(entries) != batch_size:
+        raise SpecJAXError(f"bad_words has {len(entries)} lists for {batch_size} prompts")
+    if any(np.isscalar(word) for words in entries for word in words):
+        raise error
+    return entries
+
+
+def _bad_word_table(
+    words_of_prompts: Sequence[Sequence[Sequence[int]]], vocabulary: Vocabulary
+) -> np.ndarray | None:
+    """Returns int32 [B, W, C], each word at the right end of its row; None without words."""
+    if not any(map(len, words_of_prompts)):
+        return None
+    for words in words_of_prompts:
+        num_tokens = sum(map(len, words))
+        if len(words) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS:
+            raise SpecJAXError(
+                f"bad_words may have {MAX_BAD_WORDS} sequences and {MAX_BAD_WORD_TOKENS} tokens "
+                f"per prompt, got {len(words)} sequences and {num_tokens} tokens"
+            )
+        for word in words:
+            if not len(word):
+                raise SpecJAXError("bad_words has an empty sequence")
+            vocabulary.check_ids("bad_words", word)
+    W = max(MIN_BAD_WORDS, *map(len, words_of_prompts))
+    C = max(MIN_BAD_WORD_TOKENS, *(len(word) for words in words_of_prompts for word in words))
+    shape = len(words_of_prompts), _power_of_two(W), _power_of_two(C)
+    table_BWC = np.full(shape, -1, np.int32)
+    for row_WC, words in zip(table_BWC, words_of_prompts, strict=True):
+        for row_C, word in zip(row_WC, words, strict=False):
+            row_C[-len(word) :] = word
+    return table_BWC
 
 
 def _eos_table(sets: Sequence[Sequence[int]]) -> np.ndarray:
@@ -379,5 +566,9 @@ def prefill_chunk(prompt_length: int) -> int:
 
     This is the smallest power of two that holds the longest prompt, from 16 to `MAX_PREFILL_CHUNK`.
     """
-    power = 2 ** (prompt_length - 1).bit_length()
-    return min(max(16, power), MAX_PREFILL_CHUNK)
+    return min(max(16, _power_of_two(prompt_length)), MAX_PREFILL_CHUNK)
+
+
+def _power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is at least a number."""
+    return 2 ** (number - 1).bit_length()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # text, token ids, or messages of a chat
@@ -27,6 +27,16 @@ class SamplingParams:
       min_p: in [0, 1]; sample from tokens with at least this share of the largest probability; 0 is
         off.
       seed: in [0, 2**32).
+      presence_penalty: in [-2, 2]; subtracted from the logits of tokens in the output; 0 is off.
+      frequency_penalty: in [-2, 2]; subtracted once for each time that a token is in the output; 0
+        is off.
+      repetition_penalty: above 0; divides the positive logits of tokens in the prompt or the output
+        and multiplies the other ones; 1 is off.
+      min_tokens: no end-of-sequence id is generated before so many tokens; at most the number of
+        tokens that can be generated.
+      logit_bias: numbers in [-100, 100] by token id, which are added to the logits.
+      allowed_token_ids: the only ids that are generated; None for all.
+      bad_words: up to 128 sequences of token ids that the output does not contain.
     """
 
     temperature: float | Sequence[float] = 0.0
@@ -34,6 +44,13 @@ class SamplingParams:
     top_p: float | Sequence[float] = 1.0
     min_p: float | Sequence[float] = 0.0
     seed: int | Sequence[int] = 0
+    presence_penalty: float | Sequence[float] = 0.0
+    frequency_penalty: float | Sequence[float] = 0.0
+    repetition_penalty: float | Sequence[float] = 1.0
+    min_tokens: int | Sequence[int] = 0
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None
+    allowed_token_ids: Sequence[int] | Sequence[Sequence[int] | None] | None = None
+    bad_words: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,7 @@ def prepare(
     eos=(),
     verify="rejection",
     prefill_chunk=8,
+    logprobs=False,
     **options,
 ):
     """Reads prompts, and returns the arguments of `GENERATE`.
@@ -60,11 +61,13 @@ def prepare(
         eos_ids=eos,
         sampling=SamplingParams(**sampling),
         max_seq_len=capacity,
+        vocab_size=target.config.vocab_size,
+        num_valid_tokens=options.get("num_valid_tokens"),
     )
     tokens_BS, request = jax.tree.map(jnp.asarray, rows)
     dtype = llama.params_dtype(target.params)
     runtime = Runtime(**{"page_size": 4, "dtype": dtype, **options})
-    config = DecodeConfig(target.config, drafter, verify, runtime)
+    config = DecodeConfig(target.config, drafter, verify, runtime, logprobs)
     state = INIT(target.params, draft_params, config, tokens_BS, request, prefill_chunk)
     return target.params, draft_params, config, state
 
