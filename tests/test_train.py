@@ -93,13 +93,13 @@ def test_the_loss_compares_the_distributions_after_each_token(is_head):
     objective = OBJECTIVE if is_head else DistillObjective(TARGET.config, draft.config)
     params = initial() if is_head else draft.params
     batch = rows().batch([0, 5], objective.aux_layers, prompt_weight=0.25)
-    total, (distances, accepted) = objective.loss(
-        params, TARGET.params, None, batch, objective.ttt_steps
-    )
+    loss = jax.jit(objective.loss, static_argnums=4)
+    total, (distances, accepted) = loss(params, TARGET.params, None, batch, objective.ttt_steps)
     distribution = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS))
     if is_head:
         aux_layers = full_aux_hidden(TARGET, batch.tokens_BS, HEAD.aux_layers)
-        hidden = objective.student(params, TARGET.params, None, batch, aux_layers, 2)
+        student = jax.jit(objective.student, static_argnums=5)
+        hidden = student(params, TARGET.params, None, batch, aux_layers, 2)
         guesses = [jax.nn.softmax(h_BTD @ w_UD.T) for h_BTD, w_UD in hidden]
     else:
         guesses = [jax.nn.softmax(full_logits(draft, batch.tokens_BS))[:, :-1]]
@@ -123,9 +123,11 @@ def test_the_loss_compares_the_distributions_after_each_token(is_head):
 def test_with_a_reduced_vocabulary_the_target_is_renormalised_to_it():
     ids_U = jnp.array([1, 4, 7, 30])
     batch = rows().batch([0], OBJECTIVE.aux_layers, 1.0)
-    _, (distances, _) = OBJECTIVE.loss(initial(), TARGET.params, ids_U, batch, 1)
+    loss = jax.jit(OBJECTIVE.loss, static_argnums=4)
+    _, (distances, _) = loss(initial(), TARGET.params, ids_U, batch, 1)
     aux_layers = full_aux_hidden(TARGET, batch.tokens_BS, HEAD.aux_layers)
-    ((h_BTD, w_UD),) = OBJECTIVE.student(initial(), TARGET.params, ids_U, batch, aux_layers, 1)
+    student = jax.jit(OBJECTIVE.student, static_argnums=5)
+    ((h_BTD, w_UD),) = student(initial(), TARGET.params, ids_U, batch, aux_layers, 1)
     p = jax.nn.softmax(full_logits(TARGET, batch.tokens_BS)[:, 1:-1][..., ids_U])
     q = jax.nn.softmax(h_BTD @ w_UD.T)
     weight = batch.weight_BS[:, 2:]
@@ -538,9 +540,8 @@ def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
 def test_weights_decay_but_norms_do_not():
     params = initial()
     optimizer = trainer.optimizer(TrainConfig(steps=9, warmup=0, weight_decay=0.5))
-    updates, _ = optimizer.update(
-        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
-    )
+    gradient = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(params), params)
     for path, update in jax.tree_util.tree_leaves_with_path(updates):
         assert bool(jnp.any(update != 0)) == ("norm" not in jax.tree_util.keystr(path)), path
 
@@ -566,7 +567,7 @@ def test_in_bfloat16_the_loss_is_about_that_in_float32(is_head):
             batch=batch,
             num_steps=objective.ttt_steps,
         )
-        (losses[dtype], _), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        (losses[dtype], _), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
         assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}
     assert float(losses[jnp.bfloat16]) == pytest.approx(float(losses[jnp.float32]), rel=0.05)
 
