@@ -24,8 +24,10 @@ demo: $(VENV)/demo.stamp $(MODEL)
 # make test TESTS="tests/kernels tests/test_decode.py" runs some of the tests, and
 # make test MARKS="not gpu" also those that take a machine more than ten minutes.
 MARKS ?= not gpu and not slow
+# One more than cores, since some tests wait for other processes; each may need 4 GB.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 8 ] && echo $$((n + 1)) || echo 8)
 test: $(VENV)/test.stamp $(AOT) $(MODEL)
-	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(TESTS)
+	SPECJAX_TEST_MODEL=$(MODEL) SPECJAX_AOT_PACKAGES=$(AOT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(TESTS)
 
 # Writes kernels/RESOURCES.md.
 resources: $(AOT)
