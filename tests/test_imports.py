@@ -166,3 +166,48 @@ def test_names_of_drafters_are_seen():
     """Guards the test above against seeing nothing."""
     assert "ngram" in names_a_drafter("specjax.cli.demo")
     assert names_a_drafter("specjax") == ["specjax.checkpoints_convert.eagle"]
+
+
+# Functions of `specjax.cli.flags` that read flags for `main`.
+FLAG_READERS = ("decoding", "mesh_degrees", "read", "given", "invocation")
+COMMANDS = sorted(
+    module
+    for module in SOURCES
+    if in_package(module, "specjax.cli") and module != "specjax.cli.flags"
+)
+
+
+def reads_of_flags(source: str) -> list[str]:
+    """Functions other than `main` that read flags, in the order of the source."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef) or function.name == "main":
+            continue
+        for node in ast.walk(function):
+            is_global = isinstance(node, ast.Name) and node.id == "FLAGS"
+            # `flags.FLAGS`, or a reader of `specjax.cli.flags`, which commands call `common_flags`.
+            names = {"flags": ("FLAGS",), "common_flags": FLAG_READERS}
+            is_attribute = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.attr in names.get(node.value.id, ())
+            )
+            if is_global or is_attribute:
+                found.append(function.name)
+    return found
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_only_main_reads_flags(module):
+    readers = reads_of_flags(SOURCES[module].read_text())
+    # The help of a command is printed from absl's flags; no value is read.
+    assert readers == (["_describe"] if module == "specjax.cli.main" else [])
+
+
+@pytest.mark.parametrize(
+    "read", ["FLAGS.steps", "flags.FLAGS.steps", "common_flags.mesh_degrees()"]
+)
+def test_a_function_that_reads_flags_is_seen(read):
+    """Guards the test above against seeing nothing."""
+    source = f"def main(argv):\n    {read}\n\n\ndef _objective():\n    return {read}\n"
+    assert reads_of_flags(source) == ["_objective"]
