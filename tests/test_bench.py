@@ -302,22 +302,34 @@ def test_gpu_in_small(command, tmp_path, wanted):
     assert "realised / predicted" in outcome.out
 
 
+@pytest.fixture
+def run_baselines(command, folder, prompts, tmp_path):
+    """Runs `specjax bench baselines`; returns the outcome and the rows that it wrote."""
+
+    def run(*arguments):
+        output = tmp_path / "out.json"
+        outcome = command(
+            "bench",
+            "baselines",
+            f"--target={folder}",
+            f"--prompts_file={prompts}",
+            "--max_new_tokens=20",
+            "--repeats=1",
+            f"--output={output}",
+            *arguments,
+        )
+        assert outcome.code == 0, outcome.err
+        return outcome, json.loads(output.read_text())["rows"]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"]
 )
-def test_baselines(command, folder, prompts, tmp_path, mesh):
-    outcome = command(
-        "bench",
-        "baselines",
-        f"--target={folder}",
-        f"--prompts_file={prompts}",
-        "--max_new_tokens=20",
-        "--repeats=1",
-        f"--output={tmp_path / 'out.json'}",
-        *mesh,
-    )
-    assert (outcome.code, outcome.err) == (0, "")
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+def test_baselines(run_baselines, mesh):
+    outcome, rows = run_baselines(*mesh)
+    assert outcome.err == ""
     assert [(row["name"], row["tokens"]) for row in rows] == [
         ("greeting", 20),
         ("prompt 1", 20),
@@ -326,21 +338,10 @@ def test_baselines(command, folder, prompts, tmp_path, mesh):
     assert all(min(row["plain"], row["speculative"], row["roofline"]) > 0 for row in rows)
 
 
-def test_baselines_with_transformers(command, folder, prompts, tmp_path):
+def test_baselines_with_transformers(run_baselines):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    outcome = command(
-        "bench",
-        "baselines",
-        f"--target={folder}",
-        f"--prompts_file={prompts}",
-        "--max_new_tokens=20",
-        "--repeats=1",
-        "--baselines=transformers,transformers_lookup",
-        f"--output={tmp_path / 'out.json'}",
-    )
-    assert outcome.code == 0
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    _, rows = run_baselines("--baselines=transformers,transformers_lookup")
     assert all(set(row["baselines"]) == {"transformers", "transformers_lookup"} for row in rows)
 
 

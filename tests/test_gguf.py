@@ -544,22 +544,8 @@ def test_pre_tokenizers(tmp_path, pre, words):
 
 
 def test_sentencepiece_tokenizer(tmp_path):
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "c",
-        "ab",
-        "abc",
-        "▁a",
-        "▁abc",
-        "bc",
-        "[X]",
-    ]
+    pieces = [*folders.SENTENCEPIECE_TOKENS, "▁", "a", "b", "c", "ab", "abc", "▁a", "▁abc", "bc"]
+    pieces.append("[X]")
     scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -1.0, -3.0, -4.0, -5.0, -2.0, 0.0]
     types = [2, 3, 3] + [6] * 256 + [1] * 9 + [4]
     path = write(

@@ -27,17 +27,7 @@ def tokenizer(folder):
 
 def sentencepiece():
     """A tokenizer with byte fallback that adds a leading space and removes it when decoding."""
-    tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "▁a",
-        "ab",
-    ]
+    tokens = [*folders.SENTENCEPIECE_TOKENS, "▁", "a", "b", "▁a", "ab"]
     backend = tokenizers.Tokenizer(
         models.BPE(
             {token: i for i, token in enumerate(tokens)},

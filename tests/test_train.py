@@ -448,19 +448,21 @@ def test_curves_are_drawn(tmp_path):
 # --- Data -----------------------------------------------------------------------------------------
 
 
+GENERATE_CONFIG = GenerateConfig(
+    max_seq_len=16,
+    batch_size=3,
+    temperatures=(0.0, 1.0),
+    seed=7,
+    aux_layers=(0, 1),
+    page_size=4,
+)
+
+
 def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path):
     """The text is that of `generate` with the same seed; shards on disk are not written again."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
-    config = GenerateConfig(
-        max_seq_len=16,
-        batch_size=3,
-        temperatures=(0.0, 1.0),
-        seed=7,
-        aux_layers=(0, 1),
-        page_size=4,
-    )
     domains = ["a", "b", "a", "b"]
-    self_generate(MODEL, prompts, domains, tmp_path, config)
+    self_generate(MODEL, prompts, domains, tmp_path, GENERATE_CONFIG)
     shards = [data.read_shard(path) for path in sorted(tmp_path.glob("*.safetensors"))]
     assert sorted(map(len, shards)) == [1, 3]
     found = Dataset(tuple(shards))
@@ -486,7 +488,7 @@ def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path
         ):
             np.testing.assert_allclose(layer[row, :-1], expected[row, :-1], rtol=2e-3, atol=2e-3)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    self_generate(MODEL, prompts, domains, tmp_path, config)
+    self_generate(MODEL, prompts, domains, tmp_path, GENERATE_CONFIG)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
@@ -496,16 +498,9 @@ def test_on_a_mesh_the_target_continues_alike(tmp_path):
     several = dataclasses.replace(
         MODEL, params=parallel.place(TARGET.params, mesh, "target"), mesh=mesh
     )
+    config = dataclasses.replace(GENERATE_CONFIG, batch_size=4)
     found = []
     for name, model in (("one", MODEL), ("mesh", several)):
-        config = GenerateConfig(
-            max_seq_len=16,
-            batch_size=4,
-            temperatures=(0.0, 1.0),
-            seed=7,
-            aux_layers=(0, 1),
-            page_size=4,
-        )
         paths = self_generate(model, prompts, [""] * 5, tmp_path / name, config)
         found.append(Dataset(tuple(map(data.read_shard, paths))).batch(range(5), (0, 1), 1.0))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import string
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,9 @@ CONFIG = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+# The first tokens of a vocabulary of SentencePiece.
+SENTENCEPIECE_TOKENS = ["<unk>", "<s>", "</s>", *BYTE_TOKENS]
 CHAT_TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
     {%- if message.role not in ("user", "assistant") %}
@@ -104,7 +108,7 @@ def backend():
 
 def byte_fallback_backend():
     """A tokenizer of the letters a to z and 256 byte tokens, as SentencePiece has them."""
-    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + [chr(ord("a") + i) for i in range(26)]
+    tokens = [*BYTE_TOKENS, *string.ascii_lowercase]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     result = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     result.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
