@@ -133,7 +133,7 @@ def test_commands_do_not_import_pallas():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-# They show, compare or measure particular drafters, or export their types.
+# These modules show, compare or measure particular drafters, or export their types.
 MAY_NAME_DRAFTERS = {
     "specjax",
     "specjax.bench.baselines",
