@@ -11,8 +11,7 @@ import jax
 
 from support import xla
 
-# Before jax makes its backend. Eight devices are for what runs on a mesh; everything else runs on
-# the first.
+# Before JAX creates its backend. Eight devices are for meshes; all else runs on the first one.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), xla.quick_flags(8)])
 
@@ -54,8 +53,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_are_dropped():
-    """Compiled programs are memory maps, of which Linux gives a process 65,530. Beyond them XLA
-    dies of a segmentation fault."""
+    """Drops compiled programs when there are many.
+
+    They are memory maps, of which Linux allows a process 65,530. XLA crashes beyond this limit.
+    """
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 10_000:
@@ -64,11 +65,11 @@ def _programs_are_dropped():
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs `specjax ARGUMENTS` in this process. Flags are global, so those of the run are removed
-    after it."""
-    monkeypatch.setattr(
-        main, "_configure_jax", lambda: None
-    )  # a test leaves no compilation cache behind
+    """Runs `specjax ARGUMENTS` in this process.
+
+    Flags are global, so those of the command are removed after the run.
+    """
+    monkeypatch.setattr(main, "_configure_jax", lambda: None)  # no compilation cache is left behind
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments) -> Outcome:

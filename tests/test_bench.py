@@ -1,5 +1,4 @@
-"""`specjax bench`: what the commands write can be traced, and figures follow from what they are
-made of."""
+"""`specjax bench`: the figures, their provenance, and errors."""
 
 import dataclasses
 import json
@@ -54,7 +53,7 @@ def stats(rate, num_rounds, with_drafts):
     return Acceptance(0, num_rounds, with_drafts, np.nan, np.nan, rate, ())
 
 
-def test_the_prediction_is_the_formula_with_silent_rounds_as_plain_steps():
+def test_the_prediction_counts_rounds_without_drafts_as_plain_steps():
     cost = costs.Costs(plain_seconds=0.1, draft=0.05, verify=1.4, call_seconds=0.01)
     E = (1 - 0.6**4) / 0.4
     assert costs.predicted_speedup(stats(0.6, 10, 10), cost, 3) == pytest.approx(
@@ -67,9 +66,9 @@ def test_the_prediction_is_the_formula_with_silent_rounds_as_plain_steps():
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle", "draft_model"])
-def test_costs_are_those_of_rounds_in_which_everything_is_drafted(name):
-    """A plain step, a round of free drafts and one of real ones: by the tokens that a round has
-    room for."""
+def test_costs_are_positive_and_finite_for_every_drafter(name):
+    """Measures a plain step, a round with drafts that cost nothing, and one with the real
+    drafter."""
     config, params = {"ngram": (None, None), "eagle": tiny_head(TARGET), "draft_model": similar(6)}[
         name
     ]
@@ -87,8 +86,10 @@ def test_costs_are_those_of_rounds_in_which_everything_is_drafted(name):
 
 
 def test_costs_are_in_plain_steps_and_add_up_over_drafters(monkeypatch):
-    """8 rounds a call: plain 8 s, that is 1 s a step; a single one took 1.5 s, so that calling
-    takes 0.5 s."""
+    """Calls of 8 rounds: 8 s for plain decoding, so 1 s per step.
+
+    A call of a single step takes 1.5 s, so a call costs 0.5 s.
+    """
     ran = {}
 
     def interleaved(prepare, repeats):
@@ -148,7 +149,7 @@ def test_decode(command, folder, prompts, tmp_path):
     assert result["paging"]["length"] == 20
 
 
-def test_what_paging_costs_is_timed_on_a_mesh():
+def test_the_cost_of_paging_is_timed_on_a_mesh():
     mesh = make_mesh(2, 2, 2)
     model = dataclasses.replace(MODEL, params=place(TARGET.params, mesh, "target"), mesh=mesh)
     assert all(0 < seconds < 5 for seconds in paging.cost(model, length=20, page_size=8, repeats=2))
@@ -237,8 +238,8 @@ def test_the_best_k_is_the_fastest_or_none():
     assert saturation.Point(64, 30.0, {1: 29.0, 3: 20.0}).best == 0
 
 
-def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
-    """Always where the rest adds nothing, biases included, and less the more it adds."""
+def test_the_remaining_layers_lower_acceptance_as_they_are_scaled_up():
+    """The draft model is the first layers. If the others add nothing, every draft is accepted."""
     biased = dataclasses.replace(SHAPE, attention_bias=True, mlp_bias=True)
     found = []
     for shape, epsilon in ((biased, 0.0), (SHAPE, 0.0), (SHAPE, 0.3), (SHAPE, 3.0)):
@@ -258,7 +259,7 @@ def test_a_draft_that_is_the_first_layers_agrees_as_the_rest_is_scaled():
 
 
 @pytest.mark.parametrize("wanted", [0.4, pytest.param(0.9, marks=pytest.mark.slow)])
-def test_gpu_in_small(command, tmp_path, wanted):
+def test_gpu_with_a_small_shape(command, tmp_path, wanted):
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -302,22 +303,34 @@ def test_gpu_in_small(command, tmp_path, wanted):
     assert "realised / predicted" in outcome.out
 
 
+@pytest.fixture
+def run_baselines(command, folder, prompts, tmp_path):
+    """Runs `specjax bench baselines`; returns the outcome and the rows that it wrote."""
+
+    def run(*arguments):
+        output = tmp_path / "out.json"
+        outcome = command(
+            "bench",
+            "baselines",
+            f"--target={folder}",
+            f"--prompts_file={prompts}",
+            "--max_new_tokens=20",
+            "--repeats=1",
+            f"--output={output}",
+            *arguments,
+        )
+        assert outcome.code == 0, outcome.err
+        return outcome, json.loads(output.read_text())["rows"]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "mesh", [(), ("--tensor_parallel=2", "--data_parallel=2")], ids=["one", "mesh"]
 )
-def test_baselines(command, folder, prompts, tmp_path, mesh):
-    outcome = command(
-        "bench",
-        "baselines",
-        f"--target={folder}",
-        f"--prompts_file={prompts}",
-        "--max_new_tokens=20",
-        "--repeats=1",
-        f"--output={tmp_path / 'out.json'}",
-        *mesh,
-    )
-    assert (outcome.code, outcome.err) == (0, "")
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+def test_baselines(run_baselines, mesh):
+    outcome, rows = run_baselines(*mesh)
+    assert outcome.err == ""
     assert [(row["name"], row["tokens"]) for row in rows] == [
         ("greeting", 20),
         ("prompt 1", 20),
@@ -326,21 +339,10 @@ def test_baselines(command, folder, prompts, tmp_path, mesh):
     assert all(min(row["plain"], row["speculative"], row["roofline"]) > 0 for row in rows)
 
 
-def test_baselines_with_transformers(command, folder, prompts, tmp_path):
+def test_baselines_with_transformers(run_baselines):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    outcome = command(
-        "bench",
-        "baselines",
-        f"--target={folder}",
-        f"--prompts_file={prompts}",
-        "--max_new_tokens=20",
-        "--repeats=1",
-        "--baselines=transformers,transformers_lookup",
-        f"--output={tmp_path / 'out.json'}",
-    )
-    assert outcome.code == 0
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    _, rows = run_baselines("--baselines=transformers,transformers_lookup")
     assert all(set(row["baselines"]) == {"transformers", "transformers_lookup"} for row in rows)
 
 
@@ -390,7 +392,7 @@ def test_baselines_with_transformers(command, folder, prompts, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(command, folder, prompts, tmp_path, arguments, parts):
+def test_invalid_arguments_are_rejected(command, folder, prompts, tmp_path, arguments, parts):
     shape = write_model(tmp_path / "shape", num_hidden_layers=4)
     extra = [f"--target={shape}", f"--output={tmp_path / 'new.json'}"]
     if arguments[0] != "gpu":
@@ -399,7 +401,7 @@ def test_what_cannot_be_measured_is_refused(command, folder, prompts, tmp_path, 
     assert not (tmp_path / "new.json").exists()
 
 
-def test_prompts_without_a_domain_are_refused(command, folder, tmp_path):
+def test_prompts_without_a_domain_are_rejected(command, folder, tmp_path):
     path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "hello"})
     check_refused(
         command(
@@ -409,7 +411,7 @@ def test_prompts_without_a_domain_are_refused(command, folder, tmp_path):
     )
 
 
-def test_the_prompts_that_ship_are_of_four_domains():
+def test_the_bundled_prompts_have_four_domains():
     rows = jsonl.read_prompts(str(decode.PROMPTS))
     counts = dict.fromkeys(decode.PUBLIC, 0)
     for row in rows:

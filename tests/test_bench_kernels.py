@@ -1,4 +1,4 @@
-"""`specjax bench kernels` without a GPU, and that what runs on one can at least be collected."""
+"""`specjax bench kernels` without a GPU, and the collection of the tests for a GPU."""
 
 import json
 import os
@@ -59,7 +59,7 @@ class TestRefusals:
         )
         assert (tmp_path / "there").read_text() == "keep me"
 
-    def test_words_that_are_no_command(self, command):
+    def test_unknown_commands(self, command):
         check_refused(
             command("bench", "kernel", "--target=x"),
             "unknown command 'bench kernel'; choose from",
@@ -86,7 +86,7 @@ def test_help(command):
 @needs_interpreter
 def test_tiny(command, tmp_path):
     output = tmp_path / "figures.json"
-    # Time for all figures, also on a busy machine.
+    # Enough time for all figures on a busy machine.
     flags = [f"--output={output}", "--budget_seconds=100000.0", "--tiny"]
     outcome = command("bench", "kernels", *flags)
     assert (outcome.code, outcome.err) == (0, "")
@@ -139,7 +139,7 @@ def test_tiny(command, tmp_path):
 
 @needs_interpreter
 class TestBrokenKernelsAreFound:
-    """The check that finds them is named, nothing is timed, and the exit code is 1."""
+    """The error names the failed check, nothing is timed, and the exit code is 1."""
 
     def test_attention(self, command, tmp_path, monkeypatch):
         right = attention_kernel.paged_attention
@@ -176,7 +176,7 @@ class TestBrokenKernelsAreFound:
         self.check_residuals(command, tmp_path, monkeypatch, "tokens of the residual: ")
 
     def test_residuals_of_one_kind_of_rows(self, command, tmp_path, monkeypatch):
-        """Mixed rows whose distribution q is always the sampled one."""
+        """A fault in mixed rows: q is a distribution where it should be one-hot."""
         right = sampling_kernel.residual_pass
 
         def sampled(target, distributions, draft_B, sampled_B, *args, **kwargs):
@@ -196,7 +196,7 @@ class TestBrokenKernelsAreFound:
 
     @staticmethod
     def failures(command, tmp_path, monkeypatch, **sizes):
-        """Failures of a tiny run; `sizes` leaves out checks of other kernels, which take time."""
+        """Failures of a tiny run; `sizes` leaves out slow checks of other kernels."""
         monkeypatch.setattr(bench, "TINY", bench.TINY._replace(**sizes))
         output = tmp_path / "figures.json"
         outcome = command("bench", "kernels", f"--output={output}", "--tiny")
@@ -209,7 +209,7 @@ class TestBrokenKernelsAreFound:
 
 
 class TestGPU:
-    """`pytest -m gpu` in a process of its own."""
+    """`pytest -m gpu` in a subprocess."""
 
     @staticmethod
     def pytest(*arguments):
@@ -232,13 +232,13 @@ class TestGPU:
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
 
-    def test_is_not_run_unless_asked_for(self):
+    def test_is_deselected_by_default(self):
         done = self.pytest("--collect-only")
         assert done.returncode == 5 and " deselected" in done.stdout, (
             done.stdout
         )  # 5: no tests were collected
 
-    def test_fails_where_there_is_none(self):
+    def test_fails_without_a_gpu(self):
         done = self.pytest("-m", "gpu", "-k", "TestAttention and ragged or second_call")
         assert done.returncode == 1, done.stdout
         assert (

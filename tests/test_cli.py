@@ -180,7 +180,7 @@ class TestGenerate:
         assert line["prompt_tokens"] == target.tokenizer.apply_chat_template(joined)
 
     def test_a_drafter_with_damaged_weights_is_reported(self, command, folder, target, tmp_path):
-        """The text is the target's; a line names the drafts that could not be used."""
+        """The text is the target's; a warning counts the drafts that could not be used."""
         config = {"num_hidden_layers": 1}
         arrays = folders.tensors(config)
         arrays["model.norm.weight"][0] = np.nan
@@ -236,7 +236,7 @@ class TestGenerate:
         assert outcome.code == 0
         assert "The texts with and without speculation are identical." in outcome.out
 
-    def test_compare_fails_where_texts_differ(self, command, folder, monkeypatch):
+    def test_compare_fails_if_texts_differ(self, command, folder, monkeypatch):
         real = specjax.engine.generate.generate
 
         def wrong(target, drafter, *args, **kwargs):
@@ -266,10 +266,10 @@ class TestGenerate:
         assert [len(row["tokens"]) for row in read_lines(tmp_path / "out.jsonl")] == [3]
 
     @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.flags")), ids=lambda path: path.name)
-    def test_the_flagfiles_of_the_repository_are_understood(self, command, path, tmp_path):
+    def test_the_flag_files_of_the_repository_can_be_parsed(self, command, path, tmp_path):
         name = re.match("# specjax ([a-z]+) --flagfile=", path.read_text())[
             1
-        ]  # as the file itself says
+        ]  # the command in the comment of the file
         prompt = ["--prompt=a"] if name == "generate" else []
         check_refused(
             command(name, f"--flagfile={path}", f"--target={tmp_path / 'none'}", *prompt),
@@ -383,7 +383,7 @@ def test_demo(command, folder, tmp_path, monkeypatch):
     assert "eagle" not in outcome.out
 
 
-def test_demo_of_a_target_with_a_head(command, folder, tmp_path, monkeypatch):
+def test_demo_with_a_bundled_head(command, folder, tmp_path, monkeypatch):
     target = specjax.load(folder)
     config = eagle_training.make_config(target.config)
     (tmp_path / "heads").mkdir()
@@ -502,7 +502,7 @@ class TestHelp:
 
 @dataclasses.dataclass(frozen=True)
 class Rejected:
-    """Arguments with spaces between them, and what the error contains."""
+    """Arguments, separated by spaces, and parts of the error message."""
 
     arguments: str
     parts: tuple[str, ...]
@@ -584,7 +584,7 @@ VALUES = [
 
 
 class TestBadInput:
-    """One line that names the thing, exit code 2, and no output file."""
+    """An error of one line that names the fault, exit code 2, and no output file."""
 
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, tmp_path):
@@ -721,7 +721,7 @@ class TestBadInput:
         outcome = command("bench", name, f"--target={folder}", f"--prompts_file={path}")
         check_refused(outcome, f"{path}, line 2: the prompt is empty")
 
-    def test_bench_would_ignore_options_of_prompts(self, command, folder, tmp_path):
+    def test_bench_rejects_sampling_options_of_prompts(self, command, folder, tmp_path):
         path = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "b", "temperature": 1})
         check_refused(
             command("bench", "baselines", f"--target={folder}", f"--prompts_file={path}"),
@@ -751,7 +751,7 @@ class TestBadInput:
 
 
 class TestProcess:
-    """The installed command itself."""
+    """The installed command."""
 
     @staticmethod
     def specjax(*arguments, **environment):
@@ -782,7 +782,7 @@ class TestProcess:
         assert done.stdout.startswith(f"> hello\n{text}\n\nnone, K = 0")
         assert any((tmp_path / "specjax" / "xla").iterdir()), "compiled programs were not kept"
 
-    def test_a_refusal(self, folder, tmp_path):
+    def test_an_error(self, folder, tmp_path):
         done = self.specjax(
             "generate",
             f"--target={folder}",

@@ -62,20 +62,20 @@ def specjax_command(*arguments, stdout=subprocess.PIPE, file_size=None, **change
 
 
 class TestStandardOutput:
-    def test_a_full_disk_is_one_line(self, folder):
+    def test_a_full_disk_is_an_error_of_one_line(self, folder):
         with open("/dev/full", "w") as full:
             outcome = specjax_command(
                 "generate", f"--target={folder}", "--prompt=hello", stdout=full
             )
         check_refused(outcome, "cannot write to the standard output: No space left on device")
 
-    def test_so_it_is_for_other_commands(self):
+    def test_a_full_disk_in_other_commands(self):
         with open("/dev/full", "w") as full:
             for arguments in (["--help"], ["plan", f"--target={CONFIGS / 'llama-3-8b'}"]):
                 outcome = specjax_command(*arguments, stdout=full)
                 check_refused(outcome, "cannot write to the standard output")
 
-    def test_a_closed_pipe_is_no_error_message(self, folder):
+    def test_a_closed_pipe_prints_no_error(self, folder):
         read, write = os.pipe()
         os.close(read)
         with os.fdopen(write, "w") as pipe:
@@ -84,8 +84,8 @@ class TestStandardOutput:
 
 
 class TestOutputFile:
-    def test_rows_are_written_as_they_finish_and_the_rest_is_printed(self, endless, tmp_path):
-        """A limit on the size of files, as a disk that fills up."""
+    def test_rows_are_written_as_they_finish_and_later_ones_are_printed(self, endless, tmp_path):
+        """A limit on the size of files acts like a full disk."""
         prompts = write_prompts(
             tmp_path / "prompts.jsonl",
             {"prompt": "hello", "max_new_tokens": 2},
@@ -124,7 +124,7 @@ class TestOutputFile:
             check_refused(outcome, "--output: cannot write", tmp_path / "new", "File too large")
         assert not any(tmp_path.iterdir())
 
-    def test_lines_are_in_the_order_of_the_prompts_at_the_end(self, command, folder, tmp_path):
+    def test_the_final_file_is_in_the_order_of_the_prompts(self, command, folder, tmp_path):
         prompts = write_prompts(
             tmp_path / "prompts.jsonl",
             {"prompt": "hello", "max_new_tokens": 50},
@@ -166,7 +166,7 @@ class TestInterrupt:
         while not (output.exists() and output.read_text()):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
-        time.sleep(2)  # the loop has found its pace
+        time.sleep(2)  # the loop has chosen its rounds per call
         assert process.poll() is None
         start = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -179,7 +179,7 @@ class TestInterrupt:
 
     @pytest.mark.parametrize("number", [1, 2])
     def test_while_xla_compiles(self, folder, number):
-        """JAX logs what it compiles; one of the programs is interrupted."""
+        """Interrupts one of the compilations, which JAX logs."""
         process = subprocess.Popen(
             [SPECJAX, "generate", f"--target={folder}", "--prompt=hello"],
             stdout=subprocess.DEVNULL,
@@ -197,7 +197,7 @@ class TestInterrupt:
         assert process.returncode == 130, err
         assert "Traceback" not in err
 
-    def test_that_a_library_swallows(self):
+    def test_when_a_library_swallows_it(self):
         code = (
             "import time\n"
             "from specjax.cli import interrupts, main\n"
@@ -220,7 +220,7 @@ class TestInterrupt:
 
 @dataclasses.dataclass(frozen=True)
 class Absent:
-    """A platform that is not there, and what the error says of it."""
+    """An absent platform, and parts of the error."""
 
     platform: str
     part: str
@@ -254,7 +254,7 @@ class TestAbsentPlatform:
         ],
     )
     def test_every_command(self, command, monkeypatch, tmp_path, folder, arguments):
-        """JAX raises an AssertionError without a word where a plugin is missing."""
+        """JAX raises an AssertionError without a message if a plugin is missing."""
         monkeypatch.chdir(tmp_path)
         write_lines(tmp_path / "x.txt", "hello")
 

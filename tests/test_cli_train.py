@@ -1,4 +1,4 @@
-"""`specjax train`, from prompts to a drafter that `specjax generate` takes."""
+"""`specjax train`, from prompts to a drafter for `specjax generate`."""
 
 import json
 
@@ -139,7 +139,7 @@ def test_a_draft_model_from_texts_to_decoding(command, folder, tmp_path):
     assert np.abs(changed - draft.params["embed_VD"]).max() > 1e-3
 
 
-def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
+def test_a_run_does_not_resume_with_edited_texts(command, folder, tmp_path):
     paths = {name: tmp_path / f"{name}.txt" for name in ("data", "held_out")}
     for path in paths.values():
         path.write_text("hello world or " * 40)
@@ -238,9 +238,7 @@ def test_texts_that_were_edited_are_not_gone_on_with(command, folder, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_computed(
-    command, folder, tmp_path, arguments, parts
-):
+def test_errors_before_anything_is_computed(command, folder, tmp_path, arguments, parts):
     paths = {
         "text": tmp_path / "text.txt",
         "broken": tmp_path / "broken.jsonl",

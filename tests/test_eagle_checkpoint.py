@@ -1,4 +1,4 @@
-"""EAGLE heads on disk: what was saved is loaded, and every fault is named with its file."""
+"""EAGLE heads on disk: round trips, and errors that name the file."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_what_was_saved_is_loaded(folder):
+def test_round_trip(folder):
     assert (folder / "head.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     head = load(folder)
     assert isinstance(head, specjax.EagleHead)
@@ -52,7 +52,7 @@ def test_what_was_saved_is_loaded(folder):
 
 
 def test_the_names_on_disk_do_not_change(folder):
-    """Heads that are published must stay readable."""
+    """Published heads must stay readable."""
     fields = json.loads((folder / "config.json").read_text())
     assert set(fields) == {"format", "layer", "aux_layers", "target_layers", "num_draft_tokens"}
     assert fields["format"] == "specjax_head"
@@ -88,7 +88,7 @@ def test_a_head_has_the_dtype_of_its_target(folder):
     assert ids_U.dtype == jnp.int32
 
 
-def test_a_head_is_drafted_with(folder):
+def test_generation_with_a_loaded_head(folder):
     head = load(folder)
     plain = specjax.generate(MODEL, "none", [[1, 2, 3]], max_new_tokens=12)
     for drafter in ("eagle", "ngram,eagle"):
@@ -106,7 +106,7 @@ def test_the_bundled_head_is_found_by_the_shape_of_the_target(folder, monkeypatc
         load(None, Model(other.config, other.params, None, (), "other"))
 
 
-def test_a_bundled_head_that_is_broken_is_not_passed_over(folder, monkeypatch):
+def test_a_broken_bundled_head_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(heads, "BUNDLED", folder.parent)
     (folder / "head.safetensors").unlink()
     with pytest.raises(SpecJAXError, match=r"head/head\.safetensors does not exist"):
@@ -132,14 +132,14 @@ def test_a_bundled_head_that_is_broken_is_not_passed_over(folder, monkeypatch):
         ({"aux_layers": [2]}, "tensor 'fuse_DI' is not part of this head"),
     ],
 )
-def test_a_configuration_that_does_not_fit(folder, changes, message):
+def test_invalid_configurations(folder, changes, message):
     change_config(folder, **changes)
     with pytest.raises(SpecJAXError, match=message) as raised:
         load(folder)
     assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_field_that_is_missing(folder):
+def test_missing_fields(folder):
     fields = json.loads((folder / "config.json").read_text())
     del fields["layer"]
     (folder / "config.json").write_text(json.dumps(fields))
@@ -154,7 +154,7 @@ def test_a_field_that_is_missing(folder):
         ({"hidden_size": 32}, "its width is 16, the target's 32"),
     ],
 )
-def test_a_head_for_another_target_says_so(folder, changes, message):
+def test_a_head_for_another_target_is_rejected(folder, changes, message):
     other = dataclasses.replace(MODEL, config=dataclasses.replace(TARGET.config, **changes))
     with pytest.raises(
         SpecJAXError, match=f"{folder}: the EAGLE head is for another target: {message}"
@@ -167,9 +167,9 @@ class Damage:
     """A fault of head.safetensors.
 
     Attributes:
-      change: of the tensors by name, before they are written again; or of the file's path.
-      message: of the error, after the path of the file.
-      is_seen_in_header: whether it is found without reading the data.
+      change: changes the tensors by name before they are written again; or the file at a path.
+      message: the error after the path of the file.
+      is_seen_in_header: whether the header alone shows the fault.
     """
 
     change: object
@@ -222,7 +222,7 @@ TENSOR_DAMAGES = {
 
 
 def check_damage(folder, damage):
-    """The file and its fault are named; from the header alone, before the target is loaded."""
+    """Checks that the error names the file and the fault, if possible from the header alone."""
     message = str(folder / "head.safetensors") + damage.message
     with pytest.raises(SpecJAXError, match=message) as raised:
         load(folder)
@@ -248,12 +248,12 @@ def test_broken_tensors(folder, damage):
 
 
 def test_the_header_is_read_before_the_data(folder, monkeypatch):
-    """Even of a head that can be loaded."""
+    """Also for a valid head."""
     monkeypatch.setattr(heads, "read", None)
     assert heads.check(folder, TARGET.config) == CONFIG
 
 
-def test_what_is_no_folder_of_a_head(folder, tmp_path):
+def test_folders_that_hold_no_head(folder, tmp_path):
     with pytest.raises(SpecJAXError, match=r"no config\.json; not the folder of an EAGLE head"):
         load(tmp_path)
     with pytest.raises(SpecJAXError, match="absent does not exist"):

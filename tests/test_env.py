@@ -1,4 +1,4 @@
-"""`specjax env`: says what would run here, on a CPU and on machines that are not at hand."""
+"""`specjax env` on a CPU and on simulated GPUs."""
 
 import types
 
@@ -26,7 +26,7 @@ def output(capsys) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_cpu_uses_xla_and_the_reason_is_said(capsys):
+def test_a_cpu_uses_xla_and_the_reason_is_printed(capsys):
     lines = output(capsys)
     assert lines[0].split() == ["specjax", specjax.__version__]
     assert ["jax", jax.__version__] in [line.split() for line in lines]
@@ -38,7 +38,7 @@ def test_a_cpu_uses_xla_and_the_reason_is_said(capsys):
     assert sum("Not mosaic_gpu" in line and dispatch.missing_gpu() in line for line in lines) == 2
 
 
-def test_several_hopper_gpus_use_the_kernels_and_the_conditions_are_said(capsys, monkeypatch):
+def test_hopper_gpus_use_the_kernels_and_the_requirements_are_printed(capsys, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu(0), gpu(1, memory=None)])
     monkeypatch.setattr(jax, "devices", lambda: [gpu(0), gpu(1)])
     lines = output(capsys)
@@ -48,13 +48,13 @@ def test_several_hopper_gpus_use_the_kernels_and_the_conditions_are_said(capsys,
     assert any("head_dim 64 or 128" in line for line in lines)
 
 
-def test_another_gpu_is_named_in_the_reason(capsys, monkeypatch):
+def test_the_reason_names_the_capability_of_another_gpu(capsys, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu(0, "8.0")])
     monkeypatch.setattr(jax, "devices", lambda: [gpu(0, "8.0")])
     assert any("got 8.0" in line for line in output(capsys))
 
 
-def test_no_device_is_one_clear_error(monkeypatch):
+def test_no_device_is_an_error(monkeypatch):
     def fail():
         raise RuntimeError("Unable to initialize backend 'cuda'")
 

@@ -21,7 +21,7 @@ def num_tokens(path):
 
 
 class TestNames:
-    def test_dashes_are_taken_for_underscores(self, command, folder, tmp_path):
+    def test_dashes_count_as_underscores(self, command, folder, tmp_path):
         output = tmp_path / "out.jsonl"
         outcome = command(
             "generate",
@@ -57,7 +57,7 @@ class TestNames:
 
 
 class TestFlagFiles:
-    def test_flags_of_other_commands_are_skipped_and_named(self, command, tmp_path):
+    def test_flags_of_other_commands_are_skipped_and_listed(self, command, tmp_path):
         flagfile = write_lines(
             tmp_path / "shared.flags",
             "# generate, plan, bench and train share this",
@@ -85,7 +85,9 @@ class TestFlagFiles:
         ids=lambda path: path.name,
     )
     @pytest.mark.parametrize("name", ["generate", "plan", "bench decode", "bench saturation"])
-    def test_those_of_the_repository_serve_every_command(self, command, path, name, tmp_path):
+    def test_the_flag_files_of_the_repository_work_for_every_command(
+        self, command, path, name, tmp_path
+    ):
         missing = tmp_path / "none"
         prompt = ["--prompt=a"] if name == "generate" else []
         outcome = command(*name.split(), f"--flagfile={path}", f"--target={missing}", *prompt)
@@ -94,7 +96,7 @@ class TestFlagFiles:
         assert len(skipped) == (0 if name == "generate" else 1)
         assert all("skipped flags of other commands: --" in line for line in skipped)
 
-    def test_training_a_draft_model_with_the_file_of_a_pair(self, command, tmp_path):
+    def test_training_a_draft_model_with_the_flag_file_of_a_pair(self, command, tmp_path):
         outcome = command(
             "train",
             f"--flagfile={CONFIGS / 'llama3_70b_llama3_8b_tp4.flags'}",
@@ -107,7 +109,7 @@ class TestFlagFiles:
         assert outcome.code == 2 and str(tmp_path / "none") in error
         assert skipped.endswith("--num_speculative_tokens, --chat, --max_new_tokens, --compare")
 
-    def test_a_plan_from_the_file_of_a_pair(self, command):
+    def test_a_plan_from_the_flag_file_of_a_pair(self, command):
         outcome = command(
             "plan",
             f"--flagfile={CONFIGS / 'llama3_70b_llama3_8b_tp4.flags'}",
@@ -121,14 +123,14 @@ class TestFlagFiles:
     def test_on_the_command_line_flags_of_other_commands_are_errors(self, command):
         check_refused(command("plan", PLAN, "--drafter=ngram"), "drafter")
 
-    def test_flags_of_no_command_are_errors(self, command, tmp_path):
+    def test_unknown_flags_are_errors(self, command, tmp_path):
         flagfile = write_lines(tmp_path / "a.flags", PLAN, "", "--drafterr=ngram")
         check_refused(
             command("plan", f"--flagfile={flagfile}"),
             f"{flagfile}, line 3: unknown flag --drafterr",
         )
 
-    def test_lines_that_are_no_flags_are_errors(self, command, tmp_path):
+    def test_lines_without_a_flag_are_errors(self, command, tmp_path):
         flagfile = write_lines(tmp_path / "a.flags", PLAN, "drafter=ngram")
         check_refused(command("plan", f"--flagfile={flagfile}"), "'drafter=ngram' is not a flag")
 

@@ -30,8 +30,11 @@ DRAFT_MODEL = {"drafter": "draft_model", "num_speculative_tokens": 2}
 
 
 def arrays(noise: float = 0.0) -> dict:
-    """Weights of one layer; noise makes those of a draft. The text soon repeats itself, since
-    attention counts for little and two dozen tokens are likelier than all the others."""
+    """Weights of one layer; with noise, those of a draft model.
+
+    The text soon repeats itself: attention has little weight, and two dozen tokens are far more
+    probable than all others.
+    """
     result, other = (folders.tensors({"num_hidden_layers": 1}, seed=seed) for seed in (0, 1))
     result["model.layers.0.self_attn.o_proj.weight"] *= 0.02
     result["lm_head.weight"][[*range(4), *range(25, 288)]] *= 0.2  # special tokens, and most others
@@ -44,7 +47,7 @@ def load(path, noise=0.0, **config):
 
 
 def with_followers(model, followers: dict[int, int], tokenizer):
-    """A model that continues each of some tokens with another one, whatever came before."""
+    """A model whose greedy token depends on the last token alone, by `followers`."""
     V, D = model.config.vocab_size, model.config.hidden_size
     embed_VD = np.random.default_rng(0).standard_normal((V, D), np.float32)
     embed_VD /= np.linalg.norm(embed_VD, axis=1, keepdims=True)
@@ -80,7 +83,7 @@ def tokens(result) -> list[tuple[int, ...]]:
     return [c.tokens for c in result.completions]
 
 
-def test_k_on_a_cpu_depends_on_whether_drafts_cost_anything(target, draft):
+def test_default_k_on_a_cpu_depends_on_the_cost_of_drafts(target, draft):
     for drafter, model, k in (("ngram", None, 7), ("draft_model", draft, 2)):
         run = specjax.generate(target, drafter, [[5] * 20], draft=model, max_new_tokens=16)
         assert max(run.completions[0].drafted) == k
@@ -114,7 +117,7 @@ def test_a_completion_has_prompt_text_and_reason(target, plain):
     "arguments", [{"drafter": "ngram", "verify": "rejection"}, DRAFT_MODEL | {"verify": "coupled"}]
 )
 def test_a_batch_equals_its_prompts_alone(target, draft, arguments):
-    """Every option differs from row to row: a value of one row that reaches another shows."""
+    """Every option differs between rows, so that a mix-up of rows shows."""
     arguments = arguments | ({"draft": draft} if arguments["drafter"] == "draft_model" else {})
     options = {
         "temperature": [0.0, 3.0, 2.0],
@@ -192,7 +195,7 @@ def test_on_tokens_gets_every_token_once(target, draft, plain, arguments):
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_on_completion_gets_every_completion_once(target, is_streaming, monkeypatch):
-    """And as soon as it is finished: a short one before a long one."""
+    """Calls are made as completions finish: the short one comes before the long one."""
     monkeypatch.setattr(generation, "SECONDS_PER_CALL", 0)  # a round per call
     calls = []
     options = {"on_tokens": lambda *args: None} if is_streaming else {}
@@ -268,12 +271,12 @@ class TestContextLimit:
         assert result.completions[2].tokens[:40] == plain[1].tokens
 
     @pytest.mark.parametrize("length", [64, 65])
-    def test_a_prompt_that_leaves_no_room_is_refused(self, target, length):
+    def test_a_prompt_that_fills_the_context_is_rejected(self, target, length):
         message = f"prompt 1 has {length} tokens, but at most 63 fit: prompt and output share"
         with pytest.raises(SpecJAXError, match=message):
             specjax.generate(target, "ngram", [[1], [9] * length])
 
-    def test_a_draft_model_of_shorter_context_changes_nothing(self, target, draft, plain):
+    def test_a_draft_model_with_a_shorter_context_changes_nothing(self, target, draft, plain):
         small = dataclasses.replace(
             draft, config=dataclasses.replace(draft.config, max_position_embeddings=8)
         )
@@ -300,7 +303,7 @@ class TestContextLimit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bigrams(Drafter):
-    """A user's own drafter: its parameters [V] are the token that follows each token."""
+    """A custom drafter; its parameters [V] are the token that follows each token."""
 
     def propose(self, next_V, state, context, sample):
         token_B1 = jnp.take_along_axis(context.tokens_BS, context.length_B[:, None] - 1, axis=1)
@@ -311,7 +314,7 @@ class Bigrams(Drafter):
         return Draft(jnp.concatenate(drafts, axis=1)), state
 
 
-def test_a_drafter_of_ones_own(target, plain):
+def test_a_custom_drafter(target, plain):
     drafter = Bigrams(num_tokens=4)
     for followers, least in (
         (dict(zip(plain[0].tokens, plain[0].tokens[1:], strict=False)), 10),
@@ -362,9 +365,8 @@ def test_a_second_call_compiles_nothing(target):
     ]
 
 
-def test_the_length_of_a_prompt_decides_nothing_in_the_loop(target):
-    """Prompts are read in chunks of a size that follows their length; the loop has nothing to do
-    with it."""
+def test_the_loop_is_not_compiled_again_for_longer_prompts(target):
+    """The chunk size of the prefill depends on the prompt length; the loop does not."""
     specjax.generate(target, "ngram", [[9] * 10], max_new_tokens=5)
     before = decode.generate_jit._cache_size()
     specjax.generate(target, "ngram", [[9] * 50], max_new_tokens=5)
@@ -458,7 +460,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REJECTED)
-def test_what_cannot_be_used_is_named(target, changes, message):
+def test_invalid_arguments(target, changes, message):
     with pytest.raises(SpecJAXError, match=re.escape(message)) as raised:
         specjax.generate(target, **GOOD | changes)
     assert "\n" not in str(raised.value)
@@ -480,7 +482,7 @@ def test_a_target_must_be_loaded():
         ),
     ],
 )
-def test_a_draft_model_that_is_not_wanted_is_refused(target, draft, drafter, message):
+def test_an_unused_draft_model_is_rejected(target, draft, drafter, message):
     with pytest.raises(SpecJAXError, match=message):
         specjax.generate(target, drafter, ["hello"], draft=draft)
 
@@ -503,7 +505,7 @@ def test_a_chat_needs_a_template(target):
         specjax.generate(dataclasses.replace(target, tokenizer=tokenizer), "none", [CHAT])
 
 
-def test_different_vocabularies_are_refused(target, draft, tmp_path):
+def test_different_vocabularies_are_rejected(target, draft, tmp_path):
     config = {"num_hidden_layers": 1, "vocab_size": 300}
     larger = specjax.load(folders.write_folder(tmp_path / "larger", config))
     with pytest.raises(SpecJAXError, match="different vocabularies: target 288, draft 300 tokens"):
@@ -538,7 +540,8 @@ class TestIncompleteCharacters:
 
     @staticmethod
     def check_texts(model, prompt, options, expected):
-        """Final and streamed texts are equal, with one token per call and with all in one."""
+        """Checks that final and streamed texts are equal, with one token per call and with one
+        call."""
         stream, pieces, ids = model.tokenizer.stream(), [], []
 
         def on_tokens(index, new, from_draft, is_last):
@@ -567,11 +570,11 @@ class TestIncompleteCharacters:
 
 
 class TestNumSpeculativeTokens:
-    """No more drafts than can ever be emitted."""
+    """At most as many drafts as can be emitted."""
 
     @pytest.fixture
     def configs(self, monkeypatch):
-        """The configurations of the loops that are run."""
+        """Records the configuration of every loop that runs."""
         found, init = [], decode.init_jit
 
         def recorded(params, drafter_params, config, *rest):
@@ -603,7 +606,8 @@ class TestNumSpeculativeTokens:
         assert [config.drafter.num_tokens for config in configs] == [8]
 
     def test_texts_do_not_change(self, target, draft, configs):
-        """A `Drafter` is not cut; its texts, drafts and acceptance are those of the cut one."""
+        """A `Drafter` keeps its K; its texts, drafts and acceptance equal those of the smaller
+        K."""
         options = {
             "prompts": PROMPTS * 2,
             "max_new_tokens": [3, 2, 1, 3, 2, 3],
@@ -618,8 +622,8 @@ class TestNumSpeculativeTokens:
         assert cut.completions == expected.completions
 
 
-def test_the_loop_returns_to_the_host_in_between(target, monkeypatch, plain):
-    """So that Ctrl-C is heeded although nobody watches: in pieces that take about as long."""
+def test_the_loop_returns_to_the_host_at_regular_intervals(target, monkeypatch, plain):
+    """Calls take about the same time, so that Ctrl-C works even without streaming."""
     limits, generate_jit, clock = [], decode.generate_jit, iter(range(10**6))
 
     def recorded(*args):
@@ -630,12 +634,12 @@ def test_the_loop_returns_to_the_host_in_between(target, monkeypatch, plain):
     monkeypatch.setattr(generation.time, "perf_counter", lambda: next(clock) / 16)
     result = specjax.generate(target, "none", PROMPTS, max_new_tokens=40)
     assert tokens(result) == [c.tokens for c in plain]
-    # Every call seems to take 1/16 s, whatever its rounds: 8 times as many fit into half a second.
+    # Each call takes 1/16 s by this clock, so the next one may have 8 times as many rounds.
     assert limits == [0, 1, 8, 64]
 
 
-class TestTwoBeginnings:
-    """A text that begins with the BOS token, where the tokenizer adds one as well."""
+class TestDuplicateBos:
+    """Texts that begin with the BOS token, with a tokenizer that adds one."""
 
     @pytest.mark.parametrize(
         ("text", "num_bos"), [("<s>hello", 1), ("<s><s>hello", 2), ("<s>", 1), ("<s> hello", 1)]
@@ -648,14 +652,14 @@ class TestTwoBeginnings:
         assert expected.count(target.tokenizer.bos_id) == num_bos
 
     @pytest.mark.parametrize("text", ["hello", "hello<s>", " <s>hello"])
-    def test_other_texts_are_left_alone(self, target, text):
+    def test_other_texts_do_not_change(self, target, text):
         assert list(batch.encode(target, text, "it")) == target.tokenizer.encode(text)
 
-    def test_a_chat_has_the_one_of_its_template(self, target):
+    def test_a_chat_has_the_bos_token_of_its_template(self, target):
         ids = batch.encode(target, CHAT, "it")
         assert ids.count(target.tokenizer.bos_id) == 1
 
-    def test_a_tokenizer_that_adds_none(self, target):
+    def test_a_tokenizer_without_a_bos_token(self, target):
         backend = folders.backend()
         backend.post_processor = processors.TemplateProcessing(single="$A")
         tokenizer = dataclasses.replace(target.tokenizer, backend=backend)
@@ -664,8 +668,8 @@ class TestTwoBeginnings:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_no_temperature_that_is_accepted_samples_a_token_of_probability_0(top_p):
-    """And a larger one would: in the passes over the vocabulary, -inf is -1e30."""
+def test_valid_temperatures_never_sample_a_token_of_probability_0(top_p):
+    """A larger temperature would: the passes over the vocabulary represent -inf as -1e30."""
     num_rows, V = 512, 8
     logits_BTV = jnp.where(jnp.arange(V) < 4, 0.0, -jnp.inf) * jnp.ones((num_rows, 1, 1))
 
@@ -687,7 +691,7 @@ def test_no_temperature_that_is_accepted_samples_a_token_of_probability_0(top_p)
 
 
 class TestArrays:
-    """What prompts become on their way to the loop."""
+    """`batch`: prompts to arrays."""
 
     def test_lengths_padding_and_sets(self):
         tokens_BS, request = batch.arrays(
@@ -703,7 +707,7 @@ class TestArrays:
             np.dtype(np.uint32),  # of the seeds
         }
 
-    def test_surplus_rows_emit_nothing(self):
+    def test_padding_rows_emit_nothing(self):
         sampled = SamplingParams(temperature=[0.5, 1.0], seed=[3, 4])
         tokens_BS, request = batch.arrays(
             [[5], [6]], max_length=9, sampling=sampled, num_rows=4, max_seq_len=9
@@ -721,7 +725,7 @@ class TestArrays:
             batch.arrays([[1] * 5], max_length=4, max_seq_len=4)
 
 
-def test_buckets_hold_and_are_few():
+def test_buckets_are_large_enough_and_few():
     sizes = [batch.bucket(n) for n in range(1, 20_000)]
     assert all(n <= size <= max(1.25 * n, n + 127) for n, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
@@ -750,19 +754,19 @@ def test_per_prompt_gives_one_value_for_each(name, dtype):
         ({"drafter": "none", "page_size": 48}, "bfloat16 or float16"),
     ],
 )
-def test_kernels_that_cannot_run_a_model_are_refused_with_the_reason(target, options, reason):
+def test_kernels_that_cannot_run_a_model_are_rejected_with_the_reason(target, options, reason):
     refused = pytest.raises(SpecJAXError, match=f"'mosaic_gpu' cannot run here.*{reason}")
     with dispatch.compiling_for(dispatch.HOPPER), refused:
         specjax.generate(target, prompts=[[1, 2]], implementation="mosaic_gpu", **options)
 
 
 @pytest.mark.parametrize("option", ["implementation", "target", "name"])
-def test_parameters_of_a_drafter_are_not_its_options(target, option):
+def test_parameters_of_a_drafter_are_rejected_as_options(target, option):
     with pytest.raises(SpecJAXError, match=f"has no option '{option}'"):
         specjax.generate(target, "ngram", [[1, 2]], drafter_options={option: 1})
 
 
-def test_a_target_whose_logits_are_not_numbers_is_an_error_that_says_where(target):
+def test_nan_logits_of_the_target_are_an_error_with_the_position(target):
     embed_VD = target.params["embed_VD"].at[97].set(jnp.nan)
     damaged = dataclasses.replace(target, params={**target.params, "embed_VD": embed_VD})
     with pytest.raises(
@@ -771,7 +775,7 @@ def test_a_target_whose_logits_are_not_numbers_is_an_error_that_says_where(targe
         specjax.generate(damaged, "none", [[5, 9, 7], [5, 97, 7]], max_new_tokens=4)
 
 
-def test_drafts_of_a_damaged_draft_model_are_counted_and_change_nothing(target, draft, plain):
+def test_nan_logits_of_a_draft_model_are_counted_and_change_nothing(target, draft, plain):
     embed_VD = draft.params["embed_VD"].at[:].set(jnp.nan)
     damaged = dataclasses.replace(draft, params={**draft.params, "embed_VD": embed_VD})
     result = specjax.generate(

@@ -1,6 +1,6 @@
-"""GGUF files give the model of the Hugging Face folder that they were made from.
+"""GGUF files: the model equals that of the Hugging Face folder they were made from.
 
-Files that are damaged or not supported are rejected.
+Damaged and unsupported files are rejected.
 """
 
 import builtins
@@ -74,7 +74,7 @@ def permute(array, heads):
 
 
 def gguf_tensors(arrays):
-    """Hugging Face tensors under llama.cpp's names, and in its order of rotary pairs."""
+    """Hugging Face tensors with llama.cpp's names and order of rotary pairs."""
     result = {}
     for name, array in arrays.items():
         prefix = ""
@@ -133,7 +133,7 @@ def byte_level_tokenizer():
 
 
 def check_rejected(path, *words):
-    """Conversion fails with one line that has all `words`, and nothing is written."""
+    """Checks that conversion fails with one line that contains all `words`, and writes nothing."""
     before = sorted(path.parent.iterdir())
     with pytest.raises(SpecJAXError) as caught:
         checkpoint.convert(path, path.with_name("out"))
@@ -155,7 +155,7 @@ def test_same_parameters_as_the_hugging_face_folder(tmp_path, kind, config):
     )
     reader = checkpoint.convert(path, tmp_path / "ours")
     assert reader.dtype == KINDS[kind]
-    # Rows move as a whole, so that quantising a row gives the same numbers on either side.
+    # The permutation moves whole rows, so it commutes with quantisation, which is per row.
     type_ = gguf.GGMLQuantizationType[kind]
     stored = {
         name: gguf.dequantize(gguf.quantize(array, type_), type_) if array.ndim > 1 else array
@@ -343,7 +343,7 @@ def test_offsets_of_tensors(tmp_path, offset, words):
     check_rejected(path, name, *words)
 
 
-def test_tensors_may_be_anywhere_in_the_file(tmp_path):
+def test_tensors_may_be_in_any_order(tmp_path):
     """Swaps two tensors of the same size: other weights, but a valid file."""
     path = write(tmp_path / "model.gguf", gguf_tensors(folders.tensors(CONFIG)))
     offsets = {}
@@ -356,7 +356,7 @@ def test_tensors_may_be_anywhere_in_the_file(tmp_path):
 
 
 def text(string, length=None):
-    """A string as GGUF stores it, or with another length."""
+    """A string in the format of GGUF, optionally with a wrong length."""
     data = string.encode()
     return struct.pack("<Q", len(data) if length is None else length) + data
 
@@ -399,7 +399,7 @@ def test_sizes_in_headers_are_compared_with_the_file(tmp_path, content):
 @pytest.mark.parametrize(
     "content", [raw_file(array(0, 2**31)), raw_file(array(8, 2**28)), raw_file(text("a", 2**31))]
 )
-def test_sizes_in_headers_of_large_files_are_limited(tmp_path, content):
+def test_sizes_in_headers_are_limited(tmp_path, content):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     os.truncate(path, 2**32)  # a sparse file
@@ -469,8 +469,8 @@ def test_an_eos_token_that_can_never_be_emitted_is_rejected(tmp_path):
 
 @pytest.mark.parametrize("text", gguf_tokenizer.END_OF_GENERATION)
 @pytest.mark.parametrize("type_", [gguf_tokenizer.NORMAL, gguf_tokenizer.CONTROL])
-def test_tokens_that_end_a_generation_are_known_by_their_text(tmp_path, text, type_):
-    """As in llama.cpp, although the file names another token and whatever type it gives them."""
+def test_end_of_generation_tokens_are_found_by_their_text(tmp_path, text, type_):
+    """As in llama.cpp: also if the file names another token, and with any token type."""
     fields = byte_level_tokenizer()
     del fields["eot_token_id"]
     fields["tokens"][1] = "<end>"  # the eos_token_id
@@ -494,7 +494,7 @@ def test_tokens_that_end_a_generation_are_known_by_their_text(tmp_path, text, ty
         (["</s>", "<|tool_response>"], {1}),
     ],
 )
-def test_exceptions_among_the_tokens_that_end_a_generation(tokens, ids):
+def test_exceptions_among_the_end_of_generation_tokens(tokens, ids):
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0}
     assert gguf_tokenizer.end_of_generation_ids(metadata) == ids
 
@@ -544,22 +544,8 @@ def test_pre_tokenizers(tmp_path, pre, words):
 
 
 def test_sentencepiece_tokenizer(tmp_path):
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "c",
-        "ab",
-        "abc",
-        "▁a",
-        "▁abc",
-        "bc",
-        "[X]",
-    ]
+    pieces = [*folders.SENTENCEPIECE_TOKENS, "▁", "a", "b", "c", "ab", "abc", "▁a", "▁abc", "bc"]
+    pieces.append("[X]")
     scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -1.0, -3.0, -4.0, -5.0, -2.0, 0.0]
     types = [2, 3, 3] + [6] * 256 + [1] * 9 + [4]
     path = write(
@@ -577,18 +563,18 @@ def test_sentencepiece_tokenizer(tmp_path):
     )
     tokenizer = checkpoint.open_source(path).tokenizer
 
-    def pieces_of(text):
+    def encode_as_pieces(text):
         return [pieces[i] for i in tokenizer.encode(text)]
 
-    assert pieces_of("abc") == [
+    assert encode_as_pieces("abc") == [
         "<s>",
         "▁abc",
-    ]  # ab first, as it scores best, then abc, then the space before it
-    assert pieces_of("bc abc") == ["<s>", "▁", "bc", "▁abc"]
-    assert pieces_of("a</s>é[X]") == ["<s>", "▁a", "</s>", "▁", "<0xC3>", "<0xA9>", "[X]"]
+    ]  # merges: ab, which scores best, then abc, then the space before it
+    assert encode_as_pieces("bc abc") == ["<s>", "▁", "bc", "▁abc"]
+    assert encode_as_pieces("a</s>é[X]") == ["<s>", "▁a", "</s>", "▁", "<0xC3>", "<0xA9>", "[X]"]
     for text in ("abc abc", " abc", "aé🎉 b", "[X]"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert pieces_of("a<unk>") == ["<s>", "▁a", "<unk>"]
+    assert encode_as_pieces("a<unk>") == ["<s>", "▁a", "<unk>"]
     assert tokenizer.decode([1, 265, 0]) == "a"
     assert tokenizer.decode([265, 0], skip_special_tokens=False) == "a<unk>"
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read is right, and every fault is rejected by name."""
+"""Hugging Face folders: parameters and configurations, and errors that name the fault."""
 
 import dataclasses
 import json
@@ -27,8 +27,10 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def check_rejected(folder, *words):
-    """Loading and converting `folder` fail with one line that has all `words`, and nothing is
-    written."""
+    """Checks that loading and converting fail with one line that contains all `words`.
+
+    Nothing is written.
+    """
     folder = pathlib.Path(folder)
     before = sorted(folder.parent.rglob("*"))
     for attempt in (
@@ -47,7 +49,7 @@ def check_rejected(folder, *words):
 @pytest.mark.parametrize(
     "config", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 )
-def test_the_table_describes_the_same_parameters_as_the_model(config):
+def test_the_table_describes_the_parameters_of_the_model(config):
     cfg = LlamaConfig(
         32,
         16,
@@ -127,7 +129,7 @@ def test_fused_layout(tmp_path):
             RopeConfig(7.0, "llama3", 8.0, 1.0, 4.0, 32),
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, RopeConfig(9.0)),
-        # Both fields: rope_scaling goes first if it is not empty, as in transformers 5.24.
+        # With both fields, a rope_scaling that is not empty wins, as in transformers 5.24.
         (
             {
                 "rope_parameters": {"rope_type": "default"},
@@ -155,7 +157,7 @@ def test_fused_layout(tmp_path):
         ),
     ],
 )
-def test_rope_in_every_spelling(tmp_path, fields, rope):
+def test_every_form_of_rope_fields(tmp_path, fields, rope):
     folder = folders.write_folder(tmp_path / "hf", fields)
     assert hf.read_config(folder).rope == rope
     written = hf.config_fields(hf.read_config(folder), "float32")
@@ -229,7 +231,7 @@ def test_optional_fields(tmp_path):
         ),
     ],
 )
-def test_configurations_that_are_rejected(tmp_path, config, words):
+def test_unsupported_configurations_are_rejected(tmp_path, config, words):
     arrays = folders.tensors({})
     check_rejected(folders.write_folder(tmp_path / "hf", config, arrays), "config.json", *words)
 
@@ -237,7 +239,7 @@ def test_configurations_that_are_rejected(tmp_path, config, words):
 @pytest.mark.parametrize(
     "field", ["rms_norm_eps", "vocab_size", "max_position_embeddings", "num_attention_heads"]
 )
-def test_a_missing_field_is_not_guessed(tmp_path, field):
+def test_missing_fields_are_errors(tmp_path, field):
     folder = folders.write_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     del config[field]
@@ -324,7 +326,7 @@ def test_shards_and_index_must_agree(tmp_path):
     check_rejected(tmp_path / "none" / "hf", "no safetensors weights")
 
 
-def test_tied_models_may_carry_an_equal_head_only(tmp_path):
+def test_the_output_matrix_of_a_tied_model_must_equal_the_embedding(tmp_path):
     config = {"tie_word_embeddings": True}
     arrays = folders.tensors(config)
     equal = arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"].copy()}
@@ -343,16 +345,16 @@ def test_rotary_buffers_are_ignored(tmp_path):
         checkpoint.load(folders.write_folder(tmp_path / str(shards), arrays=arrays, shards=shards))
 
 
-def test_eos_is_a_union(tmp_path):
+def test_eos_ids_are_the_union_of_all_files(tmp_path):
     folder = folders.write_folder(tmp_path / "hf", {"eos_token_id": [7, 9]})
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 11}))
-    assert checkpoint.load(folder).eos_ids == (1, 7, 9, 11)  # 1 is the tokenizer's
+    assert checkpoint.load(folder).eos_ids == (1, 7, 9, 11)  # 1 comes from the tokenizer
     (folder / "tokenizer.json").unlink()
     (folder / "config.json").write_text(json.dumps(folders.CONFIG | {"eos_token_id": None}))
     assert checkpoint.load(folder).eos_ids == (11,)
     (folder / "generation_config.json").unlink()
     assert checkpoint.load(folder).eos_ids == ()
-    # Fields that are absent would be 1 and 2 to transformers.
+    # For absent fields, transformers would take 1 and 2.
     checkpoint.export(folder, tmp_path / "back")
     for name in ("config.json", "generation_config.json"):
         fields = json.loads((tmp_path / "back" / name).read_text())
@@ -445,7 +447,7 @@ def test_the_number_of_parameters_is_counted_without_a_table():
     "file", ["config.json", "model.safetensors", hf.INDEX, "generation_config.json"]
 )
 def test_dangling_links_are_named(tmp_path, file):
-    """As in a cache of the Hugging Face hub whose blobs were deleted."""
+    """As in a Hugging Face cache without its blobs."""
     folder = folders.write_folder(tmp_path / "hf")
     if file == hf.INDEX:
         (folder / "model.safetensors").unlink()
@@ -476,7 +478,7 @@ def test_dtypes_of_loaded_parameters(tmp_path):
         checkpoint.load(folder, dtype="int8")
 
 
-def test_mixed_dtypes_lose_nothing(tmp_path):
+def test_mixed_dtypes_load_in_the_widest(tmp_path):
     arrays = folders.tensors({}, "bfloat16")
     arrays["model.norm.weight"] = np.full(32, 1 + 2**-20, np.float32)
     opened = checkpoint.open_source(folders.write_folder(tmp_path / "hf", arrays=arrays))
@@ -492,8 +494,8 @@ def test_overflow_in_float16_is_an_error(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_single_file_wins_over_an_index(tmp_path):
-    """As in transformers: some repositories hold both."""
+def test_a_single_file_takes_precedence_over_an_index(tmp_path):
+    """As in transformers. Some repositories have both."""
     folder = folders.write_folder(tmp_path / "hf", shards=2)
     other = folders.tensors({}, seed=1)
     safetensors.numpy.save_file(other, folder / "model.safetensors")
@@ -509,8 +511,7 @@ GOLDEN = sorted(
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_transformers_loads_our_export(tmp_path, folder):
-    """Through both conversions, and then transformers computes the logits that it computed from the
-    original."""
+    """After conversion and export, transformers computes the logits of the original."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     checkpoint.convert(folder, tmp_path / "ours")

@@ -1,4 +1,7 @@
-"""Imports flow one way. Read from the source text, so that imports inside functions count too."""
+"""Rules that the source text shows: imports flow one way, and only `main` reads flags.
+
+Imports inside functions count too.
+"""
 
 import ast
 import pathlib
@@ -16,8 +19,8 @@ FOLDERS = {
     "specjax": ROOT / "specjax",
 }
 
-# Lowest first. A module imports from layers below its own; within the last two layers anything goes
-# that is no cycle.
+# Lowest first. A module imports from lower layers; within the last two layers, any import that
+# forms no cycle is allowed.
 LAYERS = (
     ("specjax.errors", "specjax.lax_utils", "specjax.linear"),
     ("specjax.dtypes",),
@@ -28,7 +31,7 @@ LAYERS = (
     ("specjax.drafters",),
     ("specjax.verify",),
     ("specjax.decode",),
-    ("specjax",),  # engine, formats, tokenizer and whatever else is not part of the core
+    ("specjax",),  # engine, formats, tokenizer and all else outside the core
     ("specjax.cli",),
 )
 
@@ -80,7 +83,7 @@ def in_package(module: str, package: str) -> bool:
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_module_imports_only_what_lies_below_it(module):
+def test_a_module_imports_only_from_lower_layers(module):
     for imported in imports(module):
         if in_package(module, "specjax.kernels"):
             assert in_package(imported, "specjax.kernels"), f"{module} imports {imported}"
@@ -111,8 +114,8 @@ def test_there_are_no_import_cycles():
             visit(module)
 
 
-def test_the_core_is_seen():
-    """Guards the tests above against looking in the wrong place."""
+def test_imports_of_the_core_are_found():
+    """Guards the tests above against finding nothing."""
     assert {"specjax.errors", "specjax.config", "specjax.kernels.dispatch"} <= SOURCES.keys()
     assert {
         "specjax.llama",
@@ -123,14 +126,14 @@ def test_the_core_is_seen():
     assert "specjax.kernels.paged_attention" in imports("specjax.llama")
 
 
-def test_nobody_on_a_cpu_waits_for_pallas():
-    """Commands start without it; a kernel that is chosen brings it."""
+def test_commands_do_not_import_pallas():
+    """Commands import it only with a kernel that needs it."""
     module = "jax.experimental.pallas.mosaic_gpu"
     code = f"import sys, specjax.cli.generate; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-# These show, compare or measure particular drafters, or export their types.
+# These modules show, compare or measure particular drafters, or export their types.
 MAY_NAME_DRAFTERS = {
     "specjax",
     "specjax.bench.baselines",
@@ -158,11 +161,56 @@ def names_a_drafter(module: str) -> list[str]:
 
 @pytest.mark.parametrize("module", sorted(SOURCES.keys() - MAY_NAME_DRAFTERS))
 def test_no_other_module_names_a_drafter(module):
-    """A drafter is its own file, one for its checkpoints and one for its objective."""
+    """A drafter has one file for its algorithm, one for checkpoints and one for its objective."""
     assert not names_a_drafter(module)
 
 
-def test_names_of_drafters_are_seen():
-    """Guards the test above against seeing nothing."""
+def test_names_of_drafters_are_found():
+    """Guards the test above against finding nothing."""
     assert "ngram" in names_a_drafter("specjax.cli.demo")
     assert names_a_drafter("specjax") == ["specjax.checkpoints_convert.eagle"]
+
+
+# Functions of `specjax.cli.flags` that read flags for `main`.
+FLAG_READERS = ("decoding", "mesh_degrees", "read", "given", "invocation")
+COMMANDS = sorted(
+    module
+    for module in SOURCES
+    if in_package(module, "specjax.cli") and module != "specjax.cli.flags"
+)
+
+
+def reads_of_flags(source: str) -> list[str]:
+    """Functions other than `main` that read flags, in the order of the source."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef) or function.name == "main":
+            continue
+        for node in ast.walk(function):
+            is_global = isinstance(node, ast.Name) and node.id == "FLAGS"
+            # `flags.FLAGS`, or a reader of `specjax.cli.flags`, which commands call `common_flags`.
+            names = {"flags": ("FLAGS",), "common_flags": FLAG_READERS}
+            is_attribute = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.attr in names.get(node.value.id, ())
+            )
+            if is_global or is_attribute:
+                found.append(function.name)
+    return found
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_only_main_reads_flags(module):
+    readers = reads_of_flags(SOURCES[module].read_text())
+    # The help of a command is printed from absl's flags; no value is read.
+    assert readers == (["_describe"] if module == "specjax.cli.main" else [])
+
+
+@pytest.mark.parametrize(
+    "read", ["FLAGS.steps", "flags.FLAGS.steps", "common_flags.mesh_degrees()"]
+)
+def test_reads_of_flags_are_found(read):
+    """Guards the test above against finding nothing."""
+    source = f"def main(argv):\n    {read}\n\n\ndef _objective():\n    return {read}\n"
+    assert reads_of_flags(source) == ["_objective"]

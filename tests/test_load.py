@@ -1,4 +1,4 @@
-"""Our checkpoint folder: round trips bit for bit, and nothing half-written that loads."""
+"""SpecJAX checkpoints: round trips bit for bit, and no incomplete folder that loads."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ def test_output_in_a_folder_that_does_not_exist(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_sources_that_are_no_checkpoints(tmp_path):
+def test_sources_without_a_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name, words in (
@@ -154,7 +154,7 @@ def test_sources_that_are_no_checkpoints(tmp_path):
         checkpoint.load(tmp_path / "model.gguf")
 
 
-def test_a_folder_may_be_called_gguf(tmp_path):
+def test_the_name_of_a_folder_may_end_in_gguf(tmp_path):
     checkpoint.load(folders.write_folder(tmp_path / "t.gguf"))
 
 
@@ -176,7 +176,7 @@ def test_an_exception_leaves_nothing(tmp_path, write, error):
 
 
 @pytest.mark.parametrize("write", [checkpoint.convert, checkpoint.export])
-def test_a_write_that_fails_names_the_output_and_leaves_nothing(tmp_path, write):
+def test_the_error_of_a_failed_write_names_the_output_and_nothing_is_left(tmp_path, write):
     resource = pytest.importorskip("resource")
     source = folders.write_folder(tmp_path / "hf")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -203,8 +203,8 @@ sys.exit(main(["specjax", *sys.argv[2:]]))
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
 @pytest.mark.parametrize("command", ["convert", "export"])
 @pytest.mark.parametrize("size", [1000, 1_500_000])
-def test_a_write_that_fails_is_one_line_of_the_command(tmp_path, command, size):
-    """No tracebacks of other libraries: many writes of one layer fail, or are abandoned."""
+def test_a_failed_write_is_an_error_of_one_line(tmp_path, command, size):
+    """Many writes of a layer fail or are abandoned; other libraries print no tracebacks."""
     large = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 128}
     source = folders.write_folder(tmp_path / "hf", large)
     arguments = [command, f"--source={source}", f"--output={tmp_path / 'out'}"]
@@ -228,14 +228,14 @@ def test_only_the_tracebacks_of_abandoned_writes_are_dropped(monkeypatch):
     for _ in range(2):
         with pytest.raises(OSError), orbax._quiet_when_abandoned():
             raise OSError
-        sys.unraisablehook(abandoned)  # they may come later
+        sys.unraisablehook(abandoned)  # it may also be called later
         sys.unraisablehook(other)
     assert shown == [other, other]
     assert sys.unraisablehook.previous == shown.append
 
 
 @pytest.mark.parametrize("write", [checkpoint.convert, checkpoint.export])
-def test_a_source_that_vanishes_is_not_a_fault_of_the_output(tmp_path, write):
+def test_the_error_of_a_vanished_source_names_the_source(tmp_path, write):
     source = folders.write_folder(tmp_path / "hf", shards=2)
 
     def remove(done, total):
@@ -270,7 +270,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path, parameters):
     assert (left / "params" / "embed_VD").is_dir()
     with pytest.raises(SpecJAXError, match="is incomplete: its writer was interrupted"):
         checkpoint.load(left)
-    left.rename(output)  # nor does giving it the right name help
+    left.rename(output)  # not even after it is renamed
     with pytest.raises(SpecJAXError, match="is incomplete"):
         checkpoint.load(output)
     checkpoint.convert(source, tmp_path / "again")
@@ -433,7 +433,7 @@ def test_json_that_cannot_be_read(tmp_path, text):
         files.read_json(tmp_path / "config.json")
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+def test_a_byte_order_mark_is_dropped(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf"a"\n\n"b"\n')
     rows = list(files.json_lines(tmp_path / "rows.jsonl"))
     path = tmp_path / "rows.jsonl"
@@ -451,7 +451,7 @@ def test_surplus_parameter_of_a_layer(tmp_path):
         checkpoint.load(tmp_path / "ours")
 
 
-def test_a_new_file_appears_whole_or_not_at_all(tmp_path):
+def test_new_files_are_atomic(tmp_path):
     output = tmp_path / "out"
     for error, raised, message in (
         (KeyError("what"), KeyError, "what"),
@@ -472,7 +472,7 @@ def test_a_new_file_appears_whole_or_not_at_all(tmp_path):
         path.write_text("whole")
 
 
-def test_new_folder_rejects_an_output_made_meanwhile(tmp_path):
+def test_new_folder_rejects_an_output_created_in_the_meantime(tmp_path):
     with pytest.raises(SpecJAXError, match="out exists"), files.new_folder(tmp_path / "out"):
         (tmp_path / "out").mkdir()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -503,11 +503,11 @@ def test_memory_stays_far_below_the_model(tmp_path):
         "num_key_value_heads": 12,
     }
     arrays = folders.tensors({**large, "num_hidden_layers": 1}, "bfloat16")
-    for name in list(arrays):  # one random layer, 40 times: quick to make
+    for name in list(arrays):  # 40 copies of one random layer, to save time
         if name.startswith("model.layers.0."):
             arrays |= {name.replace(".0.", f".{i}.", 1): arrays[name] for i in range(1, 40)}
     size = sum(array.nbytes for array in arrays.values())
-    assert size > 500e6  # some layers and buffers of libraries, which do not grow, are far smaller
+    assert size > 500e6  # far more than some layers and the fixed buffers of libraries
     small = folders.write_folder(tmp_path / "small")
     folders.write_folder(tmp_path / "large", large, arrays, shards=8)
     del arrays
@@ -537,7 +537,7 @@ def test_same_vocabulary(tmp_path):
         checkpoint.check_same_vocabulary(_model(tokenizer), _model(tokenizer, 320))
     state = json.loads((folder / "tokenizer.json").read_text())
     model = state["model"]
-    model["merges"] = model["merges"][:3]  # without "hell" + "o" and those that follow
+    model["merges"] = model["merges"][:3]  # without "hell" + "o" and later merges
     first_absent = model["vocab"]["hello"]
     model["vocab"] = {token: id_ for token, id_ in model["vocab"].items() if id_ < first_absent}
     (folder / "tokenizer.json").write_text(json.dumps(state))

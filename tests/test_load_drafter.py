@@ -19,7 +19,7 @@ CONFIG = {"num_hidden_layers": 1}
 
 
 def write_model(path, *, arrays=None, tokenizer=None, eos_token_id=1, **tokenizer_config):
-    """A Hugging Face folder, with changes of its tokenizer."""
+    """A Hugging Face folder with a changed tokenizer."""
     folders.write_folder(path, CONFIG | {"eos_token_id": eos_token_id}, arrays)
     folders.write_tokenizer(path, **tokenizer_config)
     if tokenizer is not None:
@@ -56,7 +56,7 @@ class TestPaths:
         with pytest.raises(SpecJAXError, match="exists"):
             load.convert("~/model", "~/ours")
 
-    def test_the_home_of_nobody(self):
+    def test_the_home_folder_of_an_unknown_user(self):
         with pytest.raises(SpecJAXError, match="~no-such-user-here"):
             specjax.load("~no-such-user-here/model")
 
@@ -102,14 +102,12 @@ class TestLoading:
             ("eagle", None, "no EAGLE head is bundled for a model of this shape"),
         ],
     )
-    def test_what_cannot_be_loaded(self, target, name, path, message):
+    def test_errors(self, target, name, path, message):
         for action in (specjax.load_drafter, load.check_drafter):
             with pytest.raises(SpecJAXError, match=message):
                 action(name, path, target)
 
-    def test_everything_that_headers_show_is_checked_before_data_are_read(
-        self, target, tmp_path, monkeypatch
-    ):
+    def test_headers_are_checked_before_data_are_read(self, target, tmp_path, monkeypatch):
         other = folders.write_folder(tmp_path / "other", CONFIG | {"vocab_size": 300})
         whole = folders.write_folder(tmp_path / "whole", CONFIG | {"num_key_value_heads": 1})
         truncated = write_model(tmp_path / "truncated")
@@ -134,7 +132,7 @@ class TestLoading:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A draft model that differs from its target, and how the warning names it."""
+    """A difference between draft model and target, and the warning about it."""
 
     warning: str
     tokenizer_config: dict = dataclasses.field(default_factory=dict)
@@ -166,7 +164,7 @@ DIFFERENCES = {
 
 
 def renamed_backend(names: dict[str, str], special=(), ordinary=()):
-    """The tokenizer of `folders` with other names of tokens, and with more of them."""
+    """The tokenizer of `folders` with renamed and additional tokens."""
     state = json.loads(folders.backend().to_str())
     vocabulary = state["model"]["vocab"]
     state["model"]["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
@@ -182,7 +180,7 @@ class TestDifferences:
     """Between target and draft."""
 
     @pytest.mark.parametrize("difference", DIFFERENCES.values(), ids=DIFFERENCES)
-    def test_what_lowers_acceptance_is_a_warning(self, target, tmp_path, difference):
+    def test_differences_that_lower_acceptance_are_warnings(self, target, tmp_path, difference):
         folder = write_model(
             tmp_path / "draft",
             tokenizer=renamed_backend(difference.rename, difference.special),
@@ -198,7 +196,7 @@ class TestDifferences:
         plain = specjax.generate(target, "none", [[5, 9]], max_new_tokens=6)
         assert result.completions[0].tokens == plain.completions[0].tokens
 
-    def test_equal_models_give_none(self, target):
+    def test_equal_models_give_no_warning(self, target):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             specjax.load_drafter("draft_model", target.path, target)
@@ -219,7 +217,7 @@ class TestDifferences:
         ],
         ids=["exchanged", "an ordinary token", "one more", "special in one"],
     )
-    def test_ids_of_different_tokens_are_an_error(self, target, tmp_path, backend, message):
+    def test_ids_with_different_tokens_are_an_error(self, target, tmp_path, backend, message):
         folder = write_model(tmp_path / "draft", tokenizer=backend)
         with pytest.raises(SpecJAXError, match=f"target and draft .*: {message}"):
             specjax.load_drafter("draft_model", folder, target)

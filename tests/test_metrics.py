@@ -1,4 +1,4 @@
-"""Acceptance statistics, from rounds whose figures can be checked by hand."""
+"""Acceptance statistics, compared with figures computed by hand."""
 
 import math
 
@@ -14,32 +14,33 @@ def completion(*rounds: tuple[int, int, int], reason: str = "length") -> Complet
     return Completion((1,), (7,) * sum(emitted), None, reason, drafted, accepted, emitted)
 
 
-def test_a_plain_mixture():
+def test_rounds_with_and_without_rejections():
     stats = metrics.acceptance(
         [completion((3, 3, 4), (3, 1, 2), (3, 0, 1)), completion((3, 2, 3))], 3
     )
     assert (stats.num_tokens, stats.num_rounds, stats.rounds_with_drafts) == (10, 4, 4)
     assert stats.tokens_per_round == stats.tokens_per_drafted_round == 10 / 4
-    # Six accepted; one rejected in each round but the first.
+    # Six drafts are accepted; every round but the first rejects one.
     assert stats.rate == 6 / 9
     assert stats.by_position == (3 / 4, 2 / 4, 1 / 4)
 
 
-def test_drafts_behind_an_end_were_not_put_to_the_test():
-    """The second of four drafts ended the sequence: nothing was rejected, and no token of the
-    target's followed."""
+def test_drafts_after_the_end_do_not_count():
+    """The second of four drafts ends the sequence: no draft is rejected, and no bonus token
+    follows."""
     stats = metrics.acceptance([completion((4, 2, 2), reason="stop")], 4)
     assert (stats.num_tokens, stats.rate) == (2, 1.0)
     assert stats.by_position[:2] == (1.0, 1.0)
-    assert all(map(math.isnan, stats.by_position[2:])), "not put to the test either"
+    assert all(map(math.isnan, stats.by_position[2:])), "drafts after the end do not count"
 
 
-def test_an_end_that_the_target_itself_says_is_a_rejection():
+def test_an_end_by_the_recovered_token_is_a_rejection():
     assert metrics.acceptance([completion((4, 2, 3), reason="stop")], 4).rate == 2 / 3
 
 
 def test_the_budget_shortens_the_last_round():
-    """Four tokens left: three drafts and one of the target's own. One left: none was drafted."""
+    """With four tokens left, three are drafted and one is the bonus token; with one left, none
+    is."""
     stats = metrics.acceptance(
         [completion((7, 7, 8), (3, 3, 4)), completion((7, 7, 8), (0, 0, 1))], 7
     )
@@ -49,7 +50,7 @@ def test_the_budget_shortens_the_last_round():
     assert stats.tokens_per_drafted_round == 20 / 3
 
 
-def test_positions_count_the_rounds_that_drafted_so_far():
+def test_a_position_counts_the_rounds_that_drafted_it():
     stats = metrics.acceptance([completion((1, 0, 1), (2, 1, 2), (2, 2, 3))], 3)
     assert stats.by_position[:2] == (2 / 3, 1 / 2)
     assert math.isnan(stats.by_position[2])
@@ -78,7 +79,7 @@ def test_later_positions_are_accepted_less_often():
     rounds = [(5, n, n + 1) for n in (0, 3, 5, 1, 1, 2, 5, 0, 4)]
     stats = metrics.acceptance([completion(*rounds)], 5)
     assert list(stats.by_position) == sorted(stats.by_position, reverse=True)
-    # Summed over the positions they are the accepted drafts of a round.
+    # Their sum over the positions is the number of accepted drafts per round.
     assert sum(stats.by_position) == pytest.approx(stats.tokens_per_round - 1)
     assert stats.by_position[0] == 7 / 9
 
@@ -97,7 +98,7 @@ def test_expected_tokens_at_the_ends():
 
 
 def test_statistics_of_independent_drafts_agree_with_the_formula():
-    """Every outcome of K = 3 and α = 1/2, as often as it comes."""
+    """All outcomes for K = 3 and α = 1/2, by their probabilities."""
     rounds = [(3, 0, 1)] * 4 + [(3, 1, 2)] * 2 + [(3, 2, 3)] + [(3, 3, 4)]
     stats = metrics.acceptance([completion(*rounds)], 3)
     assert stats.rate == 0.5

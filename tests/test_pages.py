@@ -1,4 +1,4 @@
-"""Allocation of pages: what each call promises, and any order of calls against a slow model."""
+"""Allocation of pages: each call alone, and random orders of calls against a slow reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Z = 4
 
 
 def cache_prefix(pool: PagePool, token_ids, salt: bytes = b"") -> list[int]:
-    """Leaves the full pages of a sequence in the prefix index, and nobody holding them."""
+    """Puts the full pages of a sequence into the prefix index, without references to them."""
     pages = pool.allocate(len(token_ids) // pool.page_size)
     pool.insert(token_ids, pages, salt)
     pool.release(pages)
@@ -30,7 +30,7 @@ def test_sizes_must_be_positive(sizes):
         PagePool(*sizes)
 
 
-def test_allocate_gives_all_that_is_asked_or_nothing():
+def test_allocate_returns_all_pages_or_none():
     pool = PagePool(4, Z)
     assert pool.allocate(5) is None
     assert pool.allocate(0) == []
@@ -70,8 +70,8 @@ def test_the_last_token_of_a_prompt_is_pending(num_tokens, num_pages):
     assert len(pool.match(prompt[:-1])) == num_pages == (num_tokens - 1) // Z
 
 
-def test_a_page_is_found_only_behind_the_same_tokens():
-    """Equal tokens in a page do not make equal keys and values."""
+def test_a_page_is_found_only_after_the_same_prefix():
+    """Keys and values depend on all earlier tokens, too."""
     pool = PagePool(8, Z)
     cache_prefix(pool, [1] * 4 + [2] * 4)
     cache_prefix(pool, [3] * 4)
@@ -166,7 +166,7 @@ def test_reset_forgets_prefixes_unless_pages_are_referenced():
     pool.check()
 
 
-def test_hashes_are_those_of_a_seed_and_otherwise_of_this_pool_alone():
+def test_hashes_depend_on_the_seed_and_differ_between_pools_without_one():
     def hashes(seed):
         return list(PagePool(4, Z, seed=seed)._prefix_hashes(range(8), b""))
 
@@ -206,7 +206,7 @@ def test_misuse_raises_and_changes_nothing(method, arguments, message):
     assert pool.num_cached == 1
 
 
-def test_a_page_cannot_be_at_two_places_of_a_sequence():
+def test_a_sequence_cannot_hold_a_page_twice():
     pool = PagePool(4, Z)
     [page] = cache_prefix(pool, range(4))
     pool.match(range(4))
@@ -215,7 +215,7 @@ def test_a_page_cannot_be_at_two_places_of_a_sequence():
         pool.insert(range(8), [page, page])
 
 
-def test_ten_thousand_sequences_leak_nothing():
+def test_ten_thousand_sequences_leak_no_page():
     rng = np.random.default_rng(0)
     pool = PagePool(32, Z, seed=0)
     starts = [list(rng.integers(0, 50, 20)) for _ in range(6)]
@@ -253,7 +253,7 @@ class Known:
 
 
 class Reference:
-    """What a pool does, by search and without hashes; a prefix is its salt and all its tokens."""
+    """A pool that searches instead of hashing; a prefix is a salt and all tokens."""
 
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages, self.page_size = num_pages, page_size
@@ -315,8 +315,8 @@ class Sequence:
     pages: list[int]
 
 
-# Prompts are beginnings of these texts, so that prefixes are shared. Few pages, so that they are
-# evicted: both happen in most runs.
+# Prompts are prefixes of these texts and the pool is small, so that most runs share and evict
+# prefixes.
 TEXTS = [(b"", [0] * 8), (b"", [0, 0, 1, 1, 1, 1, 1, 1]), (b"", [1] * 8), (b"salt", [0] * 8)]
 
 
@@ -404,8 +404,8 @@ class AnyOrderOfCalls(stateful.RuleBasedStateMachine):
         assert self.pool.num_cached == 0
 
 
-# A failure reports the calls that led to it, at most 40. Without `phases`, hypothesis looks for the
-# shortest such list, which takes it minutes.
+# A failure reports the calls that led to it, at most 40. `phases` skips the search for a shorter
+# list, which takes minutes.
 AnyOrderOfCalls.TestCase.settings = hypothesis.settings(
     max_examples=100,
     stateful_step_count=40,

@@ -1,5 +1,4 @@
-"""On a mesh of eight (virtual) devices: the text of one device, and the same decisions on all
-devices."""
+"""Meshes of up to eight virtual devices: the text of one device, and equal decisions on all."""
 
 import dataclasses
 
@@ -33,8 +32,8 @@ OTHER = llama.init(jax.random.key(2), CONFIG, scale=0.5)
 DRAFT = Model(
     CONFIG, jax.tree.map(lambda a, b: a + 0.15 * b, TARGET.params, OTHER)
 )  # often right and often wrong
-# (data_parallel, tensor_parallel, draft_tensor_parallel). COVERING splits each axis by 2 or 4 and
-# as far as it goes, with and without the others (a draft is not split where its target is not).
+# (data_parallel, tensor_parallel, draft_tensor_parallel). COVERING has each axis at 2 or 4 and at
+# its maximum, alone and with others (a draft is split only if its target is).
 COVERING = [(2, 1, 1), (2, 4, 1), (1, 4, 2), (1, 8, 4), (8, 1, 1)]
 DEGREES = [
     (data, tensor, draft)
@@ -47,7 +46,7 @@ PROMPTS = [
     np.random.default_rng(row).integers(0, 32, length).tolist() * 2
     for row, length in enumerate([1, 2, 3, 4, 5, 6, 7, 3])
 ]
-# Half of the rows are greedy; the others sample, each in its own way.
+# Half of the rows are greedy; the others differ in temperature, seed and length.
 ROWS = dict(
     temperature=[0, 1, 0, 0.7, 0, 1.5, 0, 1],
     seed=list(range(8)),
@@ -66,8 +65,10 @@ def placed(model: Model, mesh, role: str) -> Model:
 
 
 def arguments(name: str, degrees=None, K: int = 1, **options):
-    """Arguments of `decode.generate` for a drafter, on one device or on a mesh of these degrees. A
-    draft takes a second to compile."""
+    """Arguments of `decode.generate` for a drafter, on one device or a mesh of these degrees.
+
+    K is 1 by default, since each draft takes a second to compile.
+    """
     drafter, draft_params = (None, None) if name == "none" else make_drafter(name, K, TARGET, DRAFT)
     target = TARGET
     if degrees:
@@ -89,7 +90,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def counts():
-    """By drafter, the drafts that one device accepts in each row and round."""
+    """By drafter: the number of accepted drafts on one device, per row and round."""
     return {
         name: np.asarray(GENERATE(*arguments(name, verify="coupled")).log.accepted_BS)
         for name in (*registry.names(), "ngram,eagle")
@@ -97,7 +98,7 @@ def counts():
 
 
 def assert_copies_agree(state):
-    """What devices hold copies of is the same on all of them, bit for bit."""
+    """Checks that replicated arrays have the same bits on all devices."""
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         first = {}
         for shard in x.addressable_shards:
@@ -109,7 +110,7 @@ def assert_copies_agree(state):
 
 
 def degrees_of_drafters():
-    """Drafters with the degrees that they run with; those outside the covering set are slow."""
+    """Drafters and degrees; cases outside the covering set are marked slow."""
     chosen = [("draft_model", degrees) for degrees in COVERING]
     chosen += [("ngram", (2, 4, 1)), ("eagle", (2, 4, 2)), ("ngram,eagle", (1, 8, 1))]
     every = [("draft_model", degrees) for degrees in DEGREES]
@@ -122,8 +123,8 @@ def degrees_of_drafters():
 
 @pytest.mark.parametrize(("name", "degrees"), degrees_of_drafters(), ids=str)
 def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
-    """Greedy and coupled rows in one batch. That each round accepts the same drafts says that they
-    are the same."""
+    """Greedy and coupled rows in one batch. Equal counts per round show that drafts are equal,
+    too."""
     state = GENERATE(*arguments(name, degrees, verify="coupled"))
     assert result(state).emitted == plain
     np.testing.assert_array_equal(state.log.accepted_BS, counts[name])
@@ -142,8 +143,7 @@ def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
     ids=str,
 )
 def test_rejection_with_filters(name, degrees):
-    """Draft and target compare distributions of which every device has a part, and the draft's is
-    cut otherwise."""
+    """The distributions of target and draft are sharded, in different ways."""
     options = dict(temperature=[0, 1, 1.2, 0.7, 0, 1.5, 1, 1], **FILTERS)
     alone, state = (
         GENERATE(*arguments(name, d, K=2, verify="rejection", **options)) for d in (None, degrees)
@@ -156,7 +156,7 @@ def test_rejection_with_filters(name, degrees):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Disagreeing(base.Drafter):
-    """A drafter that computes other logits, or other tokens, on every device."""
+    """A drafter whose logits or tokens differ between devices."""
 
     is_sampled: bool
 
@@ -169,16 +169,16 @@ class Disagreeing(base.Drafter):
         return base.chain([token_B], [distribution]), state
 
 
-@pytest.mark.parametrize(("verify", "draws"), [("rejection", True), ("coupled", False)])
-def test_devices_that_round_differently_still_agree(verify, draws, plain):
-    """They take the drafts of the first of them, so that no two ever check different ones."""
+@pytest.mark.parametrize(("verify", "is_sampled"), [("rejection", True), ("coupled", False)])
+def test_devices_that_round_differently_still_agree(verify, is_sampled, plain):
+    """All devices verify the drafts of the first one."""
     mesh = parallel.make_mesh(4, 2, 2)
     target = placed(TARGET, mesh, "target")
     state = GENERATE(
         *prepare(
             target,
             PROMPTS,
-            drafter=Disagreeing(num_tokens=1, is_sampled=draws),
+            drafter=Disagreeing(num_tokens=1, is_sampled=is_sampled),
             mesh=mesh,
             verify=verify,
             **ROWS,
@@ -190,9 +190,8 @@ def test_devices_that_round_differently_still_agree(verify, draws, plain):
         assert result(state).emitted[row] == plain[row]
 
 
-def test_a_device_with_uniforms_of_its_own_would_be_noticed(monkeypatch):
-    """So comparing the copies can fail. Three rounds, for devices that disagree wait for each other
-    in the end."""
+def test_the_comparison_finds_devices_with_different_uniforms(monkeypatch):
+    """Three rounds only: devices that disagree end up waiting for each other."""
     right = sampling.uniform
     monkeypatch.setattr(
         sampling, "uniform", lambda *args: abs(right(*args) - jax.lax.axis_index("tp_target"))
@@ -205,8 +204,8 @@ def test_a_device_with_uniforms_of_its_own_would_be_noticed(monkeypatch):
         assert_copies_agree(generate(params, draft_params, state))
 
 
-def test_steps_are_what_generate_runs(plain):
-    """`step` is a public function of its own; on a mesh, too."""
+def test_a_loop_of_steps_gives_the_text_of_generate(plain):
+    """`step` is public and works on a mesh."""
     params, draft_params, config, state = arguments("ngram", (2, 2, 1), verify="coupled")
     step = jax.jit(decode.step, static_argnums=2)
     while np.asarray(state.active_B).any():
@@ -214,7 +213,7 @@ def test_steps_are_what_generate_runs(plain):
     assert result(state).emitted == plain
 
 
-def test_what_lies_on_this_process_is_not_gathered_from_others(monkeypatch):
+def test_local_arrays_are_not_gathered_from_other_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     x = parallel.put(np.arange(8), parallel.make_mesh(1, 1, 8))
     np.testing.assert_array_equal(parallel.get({"x_B": x, "n": 3})["x_B"], np.arange(8))
@@ -223,11 +222,11 @@ def test_what_lies_on_this_process_is_not_gathered_from_others(monkeypatch):
 # --- Placement ------------------------------------------------------------------------------------
 
 
-def test_every_parameter_and_pool_is_split_as_the_table_says():
+def test_every_parameter_and_pool_is_split_by_the_rules():
     params, draft_params, _, state = arguments("draft_model", (2, 4, 2))
 
     def held(x):
-        """What a device has of an array, as a share of each axis."""
+        """The share of each axis of an array that a device has."""
         return tuple(
             size // part
             for size, part in zip(x.shape, x.addressable_shards[0].data.shape, strict=True)
@@ -247,8 +246,7 @@ def test_every_parameter_and_pool_is_split_as_the_table_says():
     assert held(state.drafter.k_PKZH[0]) == (2, 2, 1, 1)
     assert held(state.tokens_BS) == held(state.cache.block_table_BX) == (2, 1)
     assert held(state.request.sampling.seed_B) == held(state.cache.free_P) == (2,)
-    # A shard of the target's vocabulary lies inside the shard of the draft model's that the same
-    # device has.
+    # On each device, the shard of the target's vocabulary lies within that of the draft model's.
     whole = {shard.device: shard.index[0] for shard in draft_params["embed_VD"].addressable_shards}
     for shard in params["embed_VD"].addressable_shards:
         start, stop, _ = shard.index[0].indices(32)
@@ -264,7 +262,7 @@ def test_every_parameter_and_pool_is_split_as_the_table_says():
         ((3, 1, 1), ("tensor_parallel=3 = 3 must divide the number of devices, 8",)),
     ],
 )
-def test_degrees_that_make_no_mesh(degrees, parts):
+def test_invalid_degrees(degrees, parts):
     with pytest.raises(SpecJAXError) as error:
         parallel.make_mesh(*degrees)
     assert all(part in str(error.value) for part in parts)
@@ -288,7 +286,7 @@ def test_models_that_cannot_be_split():
         parallel.check_shardable(dataclasses.replace(CONFIG, vocab_size=30), 8, "draft")
 
 
-def test_rows_that_the_mesh_does_not_divide():
+def test_the_batch_must_be_divisible_by_data_parallel():
     mesh = parallel.make_mesh(2, 1, 4)
     with pytest.raises(SpecJAXError, match="3 rows cannot be split over data_parallel=4"):
         prepare(placed(TARGET, mesh, "target"), PROMPTS[:3], mesh=mesh)
@@ -301,7 +299,7 @@ def model(params, mesh=None) -> checkpoint.Model:
     return checkpoint.Model(CONFIG, params, None, (), "here", mesh)
 
 
-def test_generation_fills_the_batch_up_with_rows_that_emit_nothing():
+def test_generation_pads_the_batch():
     mesh = parallel.make_mesh(2, 1, 4)
     told = {}
     options = dict(

@@ -1,4 +1,4 @@
-"""`specjax plan`: its figures against arithmetic by hand, and its errors."""
+"""`specjax plan`: figures, compared with arithmetic by hand, and errors."""
 
 import json
 import pathlib
@@ -39,13 +39,13 @@ def make(target="llama-3-70b", draft="llama-3-8b", gpu=A100, **options):
         ("llama-3.2-1b", 1.235814400),
     ],
 )
-def test_the_shipped_shapes_have_the_published_number_of_parameters(name, billions):
+def test_the_bundled_shapes_have_the_published_number_of_parameters(name, billions):
     assert make(
         name, None, tensor_parallel=1, gpu=plan.Gpu(1e12, 1.0, 1.0)
     ).target.weights == round(2e9 * billions)
 
 
-def test_the_shipped_shapes_are_those_above_and_keep_their_rope():
+def test_the_bundled_shapes_and_their_rope():
     assert {path.parent.name for path in CONFIGS.glob("*/config.json")} == {
         "llama-3-70b",
         "llama-3-8b",
@@ -61,10 +61,10 @@ def test_the_shipped_shapes_are_those_above_and_keep_their_rope():
 
 
 class TestMemory:
-    """Of Llama-3-70B over four devices and Llama-3-8B over two."""
+    """Llama-3-70B on four devices with Llama-3-8B on two of them."""
 
     def test_weights(self):
-        # Norms are whole on every device: 2 a layer and the last one.
+        # Norms are replicated: 2 per layer and the final one.
         norms, draft_norms = 161 * 8192, 65 * 4096
         made = make()
         assert made.target.weights == 2 * ((70553706496 - norms) // 4 + norms)
@@ -94,8 +94,8 @@ class TestMemory:
             context=100,
             gpu_memory_utilization=0.9,
         )
-        # Logits: 6 rows of a quarter of the vocabulary, 5 of half of it. A chunk of 128 tokens, the
-        # target's F over 4.
+        # Logits: 6 rows with a quarter of the vocabulary, 5 with half of it. Activations: a chunk
+        # of 128 tokens with a quarter of the target's F.
         reserve = 4 * rows * (6 * 128256 // 4 + 5 * 128256 // 2 + 128 * 2 * 28672 // 4)
         assert made.reserve == reserve
         free = 0.9 * 80e9 - made.both.weights - reserve
@@ -107,7 +107,7 @@ class TestMemory:
 
 
 class TestSpeed:
-    def test_a_pass_of_one_sequence_reads(self):
+    def test_a_pass_over_one_sequence_is_bound_by_memory(self):
         made = make()
         assert made.plain.reading == pytest.approx(
             (2 * (70553706496 - 128256 * 8192) / 4 + 1024 * 81920) / 2.039e12, rel=1e-4
@@ -117,7 +117,7 @@ class TestSpeed:
             (2 * (8030261248 - 128256 * 4096) / 2 + 1024 * 65536) / 2.039e12, rel=1e-4
         )
 
-    def test_a_large_batch_computes(self):
+    def test_a_pass_over_a_large_batch_is_bound_by_compute(self):
         made = make(batch_size=200, context=256)
         matrices, attention = 2 * (70553706496 - 128256 * 8192) / 4, 4 * 80 * 16 * 128 * 256
         assert made.plain.computing == pytest.approx(
@@ -144,7 +144,7 @@ class TestSpeed:
             2 / make(batch_size=2).plain.roofline
         )
 
-    def test_a_measured_speed_slows_the_target_alone(self):
+    def test_a_measured_speed_slows_the_target_only(self):
         made = make(plain_tokens_per_second=23.8)
         assert made.tokens_per_second == pytest.approx(23.8)
         assert make(plain_tokens_per_second=40, batch_size=2).tokens_per_second == pytest.approx(40)
@@ -263,9 +263,9 @@ def test_the_comparison_in_the_document_is_what_the_command_prints(command):
         ("llama3_70b_llama3_8b_tp4", (*PAIR[:3], "--draft_tensor_parallel=4")),
     ],
 )
-def test_the_flag_files_say_what_the_plan_says(command, name, arguments):
+def test_the_comments_of_the_flag_files_agree_with_the_plan(command, name, arguments):
     _, out, _ = command(*arguments, "--gpu=h100-80gb", "--acceptance=0.7")
-    # A figure may stand on either side of a line break in the comment.
+    # The comment may be wrapped within a figure.
     text = (CONFIGS / f"{name}.flags").read_text().replace("\n# ", " ")
     plain, speedup = (
         re.search(r"plain: ([\d.]+) tokens/s", out)[1],
@@ -326,13 +326,13 @@ def test_the_flag_files_say_what_the_plan_says(command, name, arguments):
         (("--target=configs/none",), ["configs/none/config.json"]),
     ],
 )
-def test_what_is_refused(command, arguments, parts):
+def test_errors(command, arguments, parts):
     code, out, err = command(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert all(part in err for part in parts), err
 
 
-def test_models_with_different_vocabularies_are_refused(command, tmp_path):
+def test_models_with_different_vocabularies_are_rejected(command, tmp_path):
     folders.write_folder(tmp_path / "small", {"num_hidden_layers": 1})
     code, _, err = command(*PAIR, f"--draft={tmp_path / 'small'}")
     assert code == 2

@@ -1,4 +1,4 @@
-"""Several real processes: the text of one, and an end when one of them dies."""
+"""Runs of several processes: the text of one process, and an error if a process dies."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from support import folders, xla
 
 CONFIG = {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 8192}
 PROMPTS = ("hello", "he", "or world")
-SECONDS = 400  # a test that takes longer has failed
+SECONDS = 400  # a test that takes longer fails
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Models that agree now and then."""
+    """A target and a draft model whose drafts are sometimes accepted."""
     folder = tmp_path_factory.mktemp("models")
     arrays, noise = (folders.tensors(CONFIG, seed=seed) for seed in (0, 1))
     folders.write_folder(folder / "target", CONFIG, arrays)
@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 class Process:
-    """`specjax generate` in a process of its own; its output goes to files."""
+    """`specjax generate` in a subprocess; its output goes to files."""
 
     def __init__(self, folder: pathlib.Path, output: pathlib.Path, *arguments: str, devices: int):
         environment = os.environ | {
@@ -69,7 +69,7 @@ class Process:
 
 @pytest.fixture
 def start(folder, tmp_path):
-    """Starts processes, and kills those that are left at the end."""
+    """Starts processes; kills the remaining ones at the end."""
     processes = []
 
     def start(*arguments, devices: int = 2) -> Process:
@@ -115,8 +115,8 @@ def one(folder) -> str:
 
 
 @pytest.mark.parametrize("mesh", [(4, 2, 1), (2, 2, 2)], ids=["models", "batch"])
-def test_two_processes_write_what_one_does(mesh, one, start, folder, tmp_path):
-    """The models, or the batch, are split over both."""
+def test_two_processes_write_the_text_of_one(mesh, one, start, folder, tmp_path):
+    """The models or the batch are split over both processes."""
     degrees = zip(("tensor_parallel", "draft_tensor_parallel", "data_parallel"), mesh, strict=True)
     several = [
         *(f"--{name}={degree}" for name, degree in degrees),
@@ -134,16 +134,18 @@ def test_two_processes_write_what_one_does(mesh, one, start, folder, tmp_path):
         < sum(a_round["accepted"] for a_round in rounds)
         < sum(a_round["drafted"] for a_round in rounds)
     )
-    # Only one of them prints.
+    # Only process 0 prints.
     assert "> hello" in processes[0].out and "> hello" not in processes[1].out
 
 
 @pytest.mark.parametrize(
     ("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
 )
-def test_a_process_that_dies_takes_the_others_with_it(victim, how, start, tmp_path):
-    """Their error names the cause; otherwise they would wait for ever. A process that hangs, or
-    whose host is gone, closes no connection: it is found by the timeout."""
+def test_the_others_end_if_a_process_dies(victim, how, start, tmp_path):
+    """Their error names the cause.
+
+    A process that hangs or loses its host closes no connection: the timeout ends the others.
+    """
     port, timeout = free_port(), 10
     options = [
         "--ignore_eos",
@@ -177,7 +179,7 @@ def test_an_error_in_one_process_ends_both(start):
     assert "one of them may have died" in good.err or "another task died" in good.err, good.err
 
 
-def test_processes_that_were_given_different_prompts(start):
+def test_processes_with_different_prompts_are_an_error(start):
     port = free_port()
     processes = [
         start("--tensor_parallel=4", *of_two(i, port, SECONDS), f"--prompt={i}") for i in range(2)
@@ -204,7 +206,7 @@ def test_processes_that_were_given_different_prompts(start):
         (["--distributed"], ["cannot join the other processes"]),
     ],
 )
-def test_flags_that_do_not_go_together(start, arguments, parts):
+def test_inconsistent_flags(start, arguments, parts):
     process = start(*arguments)
     assert (process.popen.wait(SECONDS), process.out) == (2, "")
     assert process.err.startswith("specjax: error: ") and process.err.count("\n") == 1

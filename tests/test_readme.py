@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, on a small model in place of the real one."""
+"""The README's Python code, run with a small model in place of the real one."""
 
 import pathlib
 import re

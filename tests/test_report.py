@@ -1,4 +1,4 @@
-"""What commands show: streamed text, tables."""
+"""Output of commands: streamed text and tables."""
 
 import io
 import re
@@ -31,7 +31,7 @@ def terminal() -> Console:
 
 
 class TestTextStream:
-    """What people see on a terminal."""
+    """Streamed text on a terminal."""
 
     def test_drafts_have_a_colour_of_their_own(self, target):
         ids = target.tokenizer.encode("hello world", add_special_tokens=False)
@@ -60,7 +60,7 @@ class TestTextStream:
                 index, ids[index][start:stop], [start % 2 == 0] * (stop - start), finished
             )
 
-        push(1, 0, 4, False)  # half a character
+        push(1, 0, 4, False)  # an incomplete character
         push(0, 0, 1, False)
         push(1, 4, len(ids[1]), True)
         seen = console.export_text(clear=False)
@@ -78,15 +78,15 @@ class TestTextStream:
             == "> one\nhello world\n\n> two\na é and 日本\n\n> three\nthird\n\n"
         )
 
-    def test_nothing_is_printed_before_there_are_tokens(self, target):
-        """An invalid option then gives its error on a clean screen."""
+    def test_nothing_is_printed_before_the_first_tokens(self, target):
+        """So no output precedes the error of an invalid option."""
         console = terminal()
         stream = streams.TextStream(console, target, ["> a"])
         assert console.export_text(clear=False) == ""
         stream.on_tokens(0, target.tokenizer.encode("b", add_special_tokens=False), [True], True)
         assert console.export_text() == "accepted drafts  the target's bonus tokens\n\n> a\nb\n\n"
 
-    def test_markup_in_a_text_is_shown_as_it_is(self, target):
+    def test_markup_in_a_text_is_printed_verbatim(self, target):
         text = "[red]x[/red] [0] :smile:"
         console = terminal()
         stream = streams.TextStream(console, target, ["> [bold]a"], legend=False)
@@ -94,7 +94,7 @@ class TestTextStream:
         stream.on_tokens(0, ids, [False] * len(ids), True)
         assert console.export_text() == f"> [bold]a\n{text}\n\n"
 
-    def test_half_a_character_at_the_end_is_not_lost(self, target):
+    def test_an_incomplete_character_at_the_end_is_printed(self, target):
         ids = target.tokenizer.encode("日", add_special_tokens=False)[:2]
         console = terminal()
         streams.TextStream(console, target, ["> a"], legend=False).on_tokens(
@@ -114,13 +114,13 @@ def test_control_characters_are_escaped_on_terminals():
     assert console.file.getvalue() == shown
 
 
-def test_files_get_them_as_they_are():
+def test_control_characters_are_written_to_files_verbatim():
     console = Console(file=io.StringIO(), width=10)
     streams.print_text(console, CONTROLS)
     assert console.file.getvalue() == CONTROLS
 
 
-def test_a_stream_escapes_what_controls_a_terminal(target):
+def test_a_stream_escapes_control_characters(target):
     console = terminal()
     stream = streams.TextStream(console, target, ["> \x1b]0;title\x07"], legend=False)
     ids = target.tokenizer.encode("x\ty\x1b[31m", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Distributions against a step-by-step reference in float64, and the noise that draws from them."""
+"""Distributions, compared with a step-by-step reference in float64, and noise."""
 
 import dataclasses
 from unittest import mock
@@ -17,7 +17,7 @@ from support.distributions import reference_distribution
 
 @jax.jit
 def PROBABILITIES(logits_BTV, sampling):
-    """The distributions that `draw` describes, written out: float32 `[B, T, V]`."""
+    """The probabilities of the distributions of `sample`, float32 `[B, T, V]`."""
     argmax_BT, distribution = sampling_lib.sample(Runtime(), logits_BTV, sampling, None, None)
     temperature_B11 = sampling.temperature_B[:, None, None]
     weight_BTV = jnp.exp(
@@ -52,8 +52,7 @@ def params(B, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0):
 
 
 def test_temperature_comes_before_top_p():
-    """After it, a nucleus of 0.8 of the distribution at temperature 1 would hold two tokens, not
-    three."""
+    """In the other order, a nucleus of 0.8 would hold two tokens, not three."""
     probs_BTV = PROBABILITIES(
         jnp.array([[[3.0, 2.0, 1.0, 0.0]]]), params(1, temperature=2.0, top_p=0.8)
     )
@@ -78,8 +77,8 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("V", [5, 256, 600])
-def test_every_row_gets_its_own_temperature_and_filters(V):
-    """All combinations in one batch, on steep logits and on flat ones."""
+def test_temperature_and_filters_apply_per_row(V):
+    """All combinations in one batch, with steep and with flat logits."""
     rows = [dict(temperature=t, **filters) for filters in FILTERS for t in (0.0, 0.5, 1.0, 3.0)]
     logits_BTV = np.random.default_rng(V).standard_normal((len(rows), 2, V)).astype(np.float32) * [
         [[5.0], [0.2]]
@@ -99,7 +98,7 @@ def test_every_row_gets_its_own_temperature_and_filters(V):
 
 @pytest.mark.parametrize("filters", FILTERS)
 def test_filters_that_are_off_in_all_rows_change_nothing(filters):
-    """They need not even be arrays."""
+    """Filters that no row uses need not be arrays."""
     logits_BTV = 3 * np.random.default_rng(5).standard_normal((2, 2, 300)).astype(np.float32)
     off = dict(top_k=0, top_p=1.0, min_p=0.0)
     np.testing.assert_array_equal(
@@ -108,8 +107,8 @@ def test_filters_that_are_off_in_all_rows_change_nothing(filters):
     )
 
 
-def test_filters_find_the_same_threshold_a_bit_or_four_at_a_time():
-    """A GPU takes the second way, which a CPU can run as well. Logits of every magnitude and both
+def test_both_searches_find_the_same_threshold():
+    """A CPU searches bit by bit, a GPU four bits at a time. Logits have many magnitudes and both
     signs."""
     rng = np.random.default_rng(6)
     logits_BTV = (
@@ -131,12 +130,12 @@ def test_filters_find_the_same_threshold_a_bit_or_four_at_a_time():
     assert len(np.unique(by_bits)) > 8
 
 
-def test_tokens_that_tie_are_kept_together():
+def test_top_k_keeps_all_tokens_that_tie():
     probs_BTV = PROBABILITIES(jnp.array([[[1.0, 1.0, 1.0, 0.0]]]), params(1, top_k=2))
     np.testing.assert_allclose(probs_BTV[0, 0], [1 / 3, 1 / 3, 1 / 3, 0], atol=1e-6)
 
 
-def test_greedy_is_one_on_the_first_most_likely_token():
+def test_greedy_is_one_hot_on_the_first_argmax():
     logits_BTV = jnp.array([[[0.0, 2.0, 2.0, -1.0]], [[0.0, 2.0, 2.0, -1.0]]])
     for temperatures in ([0.0, 0.0], [0.0, 1.0]):
         probs_BTV = PROBABILITIES(
@@ -147,22 +146,22 @@ def test_greedy_is_one_on_the_first_most_likely_token():
 
 @pytest.mark.parametrize("temperature", [1e-41, 1e-37, 1e-6, 1e6])
 def test_extreme_temperatures_give_a_distribution(temperature):
-    """What is drawn follows it, too."""
+    """Sampled tokens follow it, too."""
     logits_BTV = jnp.tile(jnp.array([40.0, -7.0, 39.0, 0.0]), (400, 1, 1))
     sampling = params(400, temperature=temperature, seed=np.arange(400))
     probs_BTV = PROBABILITIES(logits_BTV, sampling)
     expected = [1, 0, 0, 0] if temperature < 1 else [0.25] * 4
     np.testing.assert_allclose(probs_BTV[0, 0], expected, atol=1e-4)
-    drawn_BT, _ = SAMPLE(
+    token_BT, _ = SAMPLE(
         RUNTIME, logits_BTV, sampling, jnp.zeros((400, 1), jnp.int32), Stream.TARGET
     )
-    assert (np.bincount(np.asarray(drawn_BT)[:, 0], minlength=4) > 60).tolist() == [
+    assert (np.bincount(np.asarray(token_BT)[:, 0], minlength=4) > 60).tolist() == [
         p > 0 for p in expected
     ]
 
 
-def test_draws_follow_the_distribution_and_never_leave_it():
-    """Six standard deviations, at a fixed seed."""
+def test_samples_follow_the_distribution():
+    """Within six standard deviations, with fixed seeds; tokens of probability 0 never occur."""
     probs_V = np.float32([0.02, 0, 0.5, 0.3, 0, 0.18])
     B = 100_000
     with np.errstate(divide="ignore"):
@@ -175,8 +174,8 @@ def test_draws_follow_the_distribution_and_never_leave_it():
     assert share_V[1] == share_V[4] == 0
 
 
-def test_noise_depends_on_seed_position_and_stream_alone():
-    """Not on the row, the neighbours, the column, or the number of columns."""
+def test_noise_depends_on_seed_position_and_stream_only():
+    """Not on the row, other rows, the column or the number of columns."""
     V, rng = 64, np.random.default_rng(0)
     probs_V = rng.dirichlet(np.ones(V)).astype(np.float32)
     seed_B, position_BT = (
@@ -201,19 +200,18 @@ def test_noise_depends_on_seed_position_and_stream_alone():
             )
             assert alone[0, 0] == tokens_BT[b, t]
     mixed = params(4, seed=seed_B, temperature=[1.0, 0.0, 1.0, 1.0])
-    drawn = np.asarray(SAMPLE(RUNTIME, distributions, mixed, position_BT, Stream.TARGET)[0])
-    np.testing.assert_array_equal(drawn[[0, 2, 3]], tokens_BT[[0, 2, 3]])
+    mixed_BT = np.asarray(SAMPLE(RUNTIME, distributions, mixed, position_BT, Stream.TARGET)[0])
+    np.testing.assert_array_equal(mixed_BT[[0, 2, 3]], tokens_BT[[0, 2, 3]])
 
 
 def test_seeds_positions_and_streams_have_independent_noise():
-    """Of uniforms for 3 streams x 300 positions x 40 seeds no two are equal but by chance, and none
-    correlate."""
+    """The uniforms of 3 streams x 300 positions x 40 seeds rarely repeat and do not correlate."""
     seed_B, position_BT = np.arange(40) * 7919, np.tile(np.arange(300), (40, 1))
     u = np.stack(
         [sampling_lib.uniform(params(40, seed=seed_B), position_BT, stream) for stream in Stream]
     )
     assert u.min() >= 0 and u.max() < 1
-    assert len(np.unique(u)) > u.size * 0.99  # 24 bits: a birthday in a few hundred
+    assert len(np.unique(u)) > u.size * 0.99  # with 24 bits, a few hundred coincide by chance
     flat = u.reshape(3, -1)
     shifted = np.roll(u, 1, axis=2).reshape(3, -1)
     correlation = np.corrcoef(np.concatenate([flat, shifted])) - np.eye(6)

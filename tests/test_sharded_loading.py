@@ -1,4 +1,4 @@
-"""Checkpoints loaded straight into shards: the same bits, and nothing is read that is not needed.
+"""Checkpoints loaded into shards: the same bits, and no unnecessary reads.
 
 python tests/test_sharded_loading.py     # memory, with a checkpoint of 2 GB
 """
@@ -46,7 +46,7 @@ DEGREES = [(1, 8, 1), (1, 4, 2), (2, 4, 2)]  # data, target, draft
     ],
 )
 def case(request, tmp_path_factory):
-    """A folder of a model with biases, a dtype, and the model loaded in that dtype."""
+    """Folder of a model with biases, a dtype, and the model in that dtype without a mesh."""
     (name, tied, dtype), path = request.param, tmp_path_factory.mktemp("models")
     config = CONFIG | {"tie_word_embeddings": tied}
     folders.write_folder(path / "hf", config, shards=2, dtype="bfloat16")
@@ -65,7 +65,7 @@ def assert_same_bits(actual, expected):
 
 @pytest.mark.parametrize("role", parallel.RULES)
 @pytest.mark.parametrize(("data", "target", "draft"), DEGREES)
-def test_shards_are_those_of_the_whole(case, data, target, draft, role):
+def test_shards_equal_slices_of_the_whole_model(case, data, target, draft, role):
     folder, dtype, whole = case
     mesh = parallel.make_mesh(target, draft, data)
     model = checkpoint.load(folder, dtype=dtype, mesh=mesh, role=role)
@@ -92,7 +92,7 @@ def test_without_a_mesh_everything_is_on_the_default_device(case):
 
 
 def test_each_slice_is_read_once(tmp_path, monkeypatch):
-    """A slice that several devices hold is read once, and none is larger than a device's."""
+    """Also a slice that several devices hold. No read is larger than a shard."""
     folders.write_folder(tmp_path / "hf", CONFIG)
     sizes, safe_open = {}, safetensors.safe_open
 
@@ -128,7 +128,7 @@ def test_each_slice_is_read_once(tmp_path, monkeypatch):
     }
 
 
-def test_converted_arrays_are_cut_along_the_axes_that_are_split(tmp_path, monkeypatch):
+def test_converted_arrays_are_chunked_along_the_sharded_axes(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax, "CHUNK_BYTES", 2048)
     checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
     handler = ocp.PyTreeCheckpointHandler()
@@ -152,20 +152,20 @@ def test_converted_arrays_are_cut_along_the_axes_that_are_split(tmp_path, monkey
 @pytest.mark.parametrize(
     ("size", "chunks"), [(128256, 64), (128257, 1), (2 * 64151, 2), (32001, 3), (14336, 64)]
 )
-def test_there_are_not_too_many_chunks(size, chunks):
+def test_the_number_of_chunks_is_limited(size, chunks):
     array = np.empty((size, 4096), np.float16)
     assert orbax._save_args(("embed_VD",), array).chunk_byte_size == array.nbytes // chunks
 
 
 def test_a_checkpoint_with_other_chunks_still_loads(tmp_path, monkeypatch):
-    """Earlier versions wrote every array in one piece."""
+    """Earlier versions wrote every array as one chunk."""
     monkeypatch.setattr(orbax, "_save_args", lambda path, array: ocp.SaveArgs())
     checkpoint.convert(folders.write_folder(tmp_path / "hf", CONFIG), tmp_path / "ours")
     whole = checkpoint.load(tmp_path / "hf").params
     assert_same_bits(checkpoint.load(tmp_path / "ours", mesh=parallel.make_mesh(8)).params, whole)
 
 
-def test_what_is_no_slice_of_a_tensor_is_an_error():
+def test_invalid_slices_of_a_tensor_are_errors():
     parameter = table.Parameter(
         ("x_ABC",), 1, (table.Part("x", (6, 5), (2, 3, 5)), table.Part("y", (4, 5), (2, 2, 5)))
     )
@@ -250,8 +250,7 @@ def test_headers_that_disagree_with_the_configuration_are_rejected_before_anythi
         path.write_text(text)
 
 
-# Prints how much one process reads, and how much memory that takes. The last process loads before
-# any other does.
+# Prints the bytes that a process reads, and the memory this takes. The last process loads first.
 LOAD = """
 import ctypes, json, pathlib, re, sys, time
 import jax, numpy as np, tensorstore
@@ -314,7 +313,7 @@ print(json.dumps(results))
 
 
 def write_large(path, D, num_layers):
-    """Writes a checkpoint in both formats, one random layer many times; returns its bytes."""
+    """Writes a checkpoint of many copies of one random layer in both formats; returns its bytes."""
     config = {
         "hidden_size": D,
         "intermediate_size": 4 * D,
@@ -338,7 +337,7 @@ def write_large(path, D, num_layers):
 
 
 def measure(large, processes, dtype="bfloat16"):
-    """Returns what `LOAD` prints in each of some processes that share four devices."""
+    """The output of `LOAD` in each of several processes, which share four devices."""
     small = pathlib.Path(tempfile.mkdtemp(dir=large[0].parent))
     checkpoint.convert(folders.write_folder(small / "hf", CONFIG), small / "ours")
     with socket.socket() as free:
@@ -370,12 +369,12 @@ def large(tmp_path_factory):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_process_reads_and_holds_little_more_than_its_shards(large, processes):
-    """And does not wait for the other one: the second loads first."""
+    """A process does not wait for the other one: the second loads first."""
     path, size = large
     for results in measure([path / "hf", path / "ours"], processes):
         for result, surplus in zip(
             results, (1, 1.3), strict=True
-        ):  # of chunks two devices have parts
+        ):  # some chunks are part of two shards
             assert size / processes <= result["arrays"] < 1.01 * size / processes
             assert result["read"] <= surplus * result["arrays"]
             assert result["peak"] < 1.25 * result["arrays"]

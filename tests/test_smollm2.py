@@ -1,6 +1,6 @@
-"""A real model, SmolLM2-135M-Instruct: tokenizer and text equal those of transformers.
+"""SmolLM2-135M-Instruct: token ids and texts equal those of transformers.
 
-The goldens are made by tests/golden/make_smollm2_goldens.py.
+tests/golden/make_smollm2_goldens.py makes the golden files.
 """
 
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 GREEDY = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
 NUM_TOKENS, NUM_SAMPLED = 48, 16
-# Each takes half a minute of one core: to compile thirty layers, and to run them.
+# By drafter and verification method: tokens per prompt. A run takes half a minute of one core.
 RUNS = {
     "none, rejection": NUM_TOKENS,
     "eagle, rejection": NUM_TOKENS,
@@ -32,8 +32,10 @@ RUNS = {
 
 
 def generate() -> dict:
-    """Completions of the five golden prompts, greedy, and of the first one once more, sampled, in
-    one batch: compiling thirty layers takes longer than running them."""
+    """Completions of the five golden prompts, greedy, and of the first prompt, sampled.
+
+    One batch for all: to compile thirty layers takes longer than to run them.
+    """
     model = specjax.load(PATH)
     prompts = [row["prompt_ids"] for row in GREEDY] + [GREEDY[0]["prompt_ids"]]
     head, results = specjax.load_drafter("eagle", None, model), {}
@@ -57,8 +59,10 @@ def generate() -> dict:
 
 @pytest.fixture(scope="module")
 def runs():
-    """`generate` in a process of its own, as users have it: this one compiles quickly at the price
-    of slow programs."""
+    """The output of `generate` in a subprocess with XLA's default optimisation.
+
+    This process has flags for fast compilation, which make programs slow.
+    """
     environment = os.environ | {"XLA_FLAGS": xla.WITHOUT_TRIP_COUNTS}
     done = subprocess.run(
         [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True, check=True
@@ -86,21 +90,23 @@ def test_greedy_text_is_that_of_transformers(runs, run):
         assert len(row["generated_ids"]) == NUM_TOKENS
         assert completion["tokens"] == row["generated_ids"][:length], row["name"]
     most = max(sum(completion["accepted"]) for completion in runs[run][:5])
-    assert most == 0 if run.startswith("none") else most >= length // 2, "too few drafts were right"
+    assert most == 0 if run.startswith("none") else most >= length // 2, (
+        "too few drafts were accepted"
+    )
 
 
-def test_the_bundled_head_is_small_and_often_right(opened, runs):
+def test_the_bundled_head_is_small_and_its_drafts_are_often_accepted(opened, runs):
     folder = heads.bundled(opened.config)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 16e6
     completions = runs["eagle, rejection"][:5]
     assert (
         sum(len(c["tokens"]) for c in completions) / sum(len(c["accepted"]) for c in completions)
         > 1.75
-    )  # a round
+    )  # tokens per round
 
 
 def test_the_models_end_of_sequence_token_ends_its_text(opened, runs):
-    """`text` of the goldens ends where the model does."""
+    """The `text` of a golden ends at an end-of-sequence token."""
     for row, completion in zip(GREEDY, runs["none, rejection"], strict=False):
         tokens = completion["tokens"]
         end = next((i for i, token in enumerate(tokens) if token in opened.eos_ids), len(tokens))

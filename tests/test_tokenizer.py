@@ -26,18 +26,8 @@ def tokenizer(folder):
 
 
 def sentencepiece():
-    """A tokenizer with byte fallback that adds a leading space and removes it when decoding."""
-    tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "▁a",
-        "ab",
-    ]
+    """A tokenizer with byte fallback; encoding adds a leading space, decoding removes it."""
+    tokens = [*folders.SENTENCEPIECE_TOKENS, "▁", "a", "b", "▁a", "ab"]
     backend = tokenizers.Tokenizer(
         models.BPE(
             {token: i for i, token in enumerate(tokens)},
@@ -81,7 +71,7 @@ def test_without_special_tokens(folder):
     assert tokenizer_lib.from_folder(folder).eos_id == 1
 
 
-def test_truncation_and_padding_of_the_file_are_dropped(folder):
+def test_truncation_and_padding_of_the_file_are_ignored(folder):
     backend = folders.backend()
     backend.enable_truncation(3)
     backend.enable_padding(length=8)
@@ -116,9 +106,11 @@ def test_chat_template(tokenizer):
     ],
 )
 def test_template_language(folder, template, text):
-    """What transformers' templates may use, with the white space it gives."""
+    """Features of the template language of transformers, with its white space."""
     (folder / "chat_template.jinja").write_text(template)
-    tokenizer = tokenizer_lib.from_folder(folder)  # the file goes before tokenizer_config.json
+    tokenizer = tokenizer_lib.from_folder(
+        folder
+    )  # the file takes precedence over tokenizer_config.json
     assert tokenizer.render_chat([{"role": "user", "content": "<é>"}]) == text
 
 
@@ -155,7 +147,7 @@ def test_templates_see_the_variables_that_transformers_passes(tmp_path, template
         "{{ raise_exception('first\nsecond') }}",
     ],
 )
-def test_a_template_that_fails_is_one_line_with_the_file(tmp_path, file, template):
+def test_the_error_of_a_failing_template_is_one_line_with_the_file(tmp_path, file, template):
     in_config = file == "tokenizer_config.json"
     folders.write_tokenizer(tmp_path, chat_template=template if in_config else "x")
     if not in_config:
@@ -174,11 +166,11 @@ TEXT_PARTS = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        # Templates of text only: the parts joined, as vLLM and llama.cpp do.
+        # Text-only templates get the joined parts, as in vLLM and llama.cpp.
         ("{{ messages[0].content }}", "he\nllo"),
         ("{{ 'user: ' + messages[0].content | trim }}", "user: he\nllo"),
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "he\\nllo"}'),
-        # Templates that handle lists see the list.
+        # Templates that handle lists get the list.
         ("{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}", "[he][llo]"),
         (
             "{% if messages[0].content is string %}no{% else %}"
@@ -203,7 +195,7 @@ def test_content_as_a_list_of_text_parts(tokenizer, template, text):
         (["he"], "a part of 'content' must be an object, got 'he'"),
     ],
 )
-def test_content_that_is_no_text_is_rejected(tokenizer, content, words):
+def test_content_other_than_text_is_rejected(tokenizer, content, words):
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": content}]
     for check in (tokenizer.render_chat, tokenizer_lib.check_messages):
         with pytest.raises(SpecJAXError, match=f"message 2.*{words}"):
@@ -251,7 +243,7 @@ def test_broken_tokenizer_json(tmp_path, content):
 
 
 def added_token(text, **flags):
-    """A token as added_tokens_decoder has it."""
+    """A token in the format of added_tokens_decoder."""
     fields = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     return {"content": text, **fields, "special": True, **flags}
 
@@ -448,7 +440,7 @@ def test_stream_equals_decode(tokenizer, kind, skip, size):
         assert text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-def test_stream_never_gives_half_a_character(tokenizer):
+def test_stream_never_emits_an_incomplete_character(tokenizer):
     text = "aé🎉日b"
     stream = tokenizer.stream()
     pieces = [stream.push([id_]) for id_ in tokenizer.encode(text)]

@@ -1,5 +1,4 @@
-"""Training: what is minimised, that it falls, that a run which is killed ends like one which is
-not, and its data."""
+"""Training: losses, resumed runs, evaluation and data."""
 
 import dataclasses
 import functools
@@ -77,10 +76,10 @@ def run(folder, cfg=CFG, objective=OBJECTIVE, evaluation=None, params=None, **op
     return trainer.train(what, params, folder, {"target": "tiny"}, **options)
 
 
-# --- What is minimised ----------------------------------------------------------------------------
+# --- Losses ---------------------------------------------------------------------------------------
 
 
-def test_distances_are_those_of_their_definitions():
+def test_distances_follow_their_definitions():
     p, q = (jax.nn.softmax(x) for x in np.random.default_rng(0).standard_normal((2, 5, 7)))
     np.testing.assert_allclose(kl(jnp.log(p), jnp.log(q)), (p * np.log(p / q)).sum(-1), rtol=1e-5)
     np.testing.assert_allclose(1 - tv(jnp.log(p), jnp.log(q)), np.minimum(p, q).sum(-1), rtol=1e-5)
@@ -88,7 +87,8 @@ def test_distances_are_those_of_their_definitions():
 
 @pytest.mark.parametrize("is_head", [True, False])
 def test_the_loss_compares_the_distributions_after_each_token(is_head):
-    """By hand from logits of whole passes; places that weigh nothing do not count."""
+    """Compared with a loss computed from logits of whole passes; positions of weight 0 do not
+    count."""
     draft = similar(6, num_layers=2)
     objective = OBJECTIVE if is_head else DistillObjective(TARGET.config, draft.config)
     params = initial() if is_head else draft.params
@@ -100,11 +100,11 @@ def test_the_loss_compares_the_distributions_after_each_token(is_head):
         aux_layers = full_aux_hidden(TARGET, batch.tokens_BS, HEAD.aux_layers)
         student = jax.jit(objective.student, static_argnums=5)
         hidden = student(params, TARGET.params, None, batch, aux_layers, 2)
-        guesses = [jax.nn.softmax(h_BTD @ w_UD.T) for h_BTD, w_UD in hidden]
+        drafted = [jax.nn.softmax(h_BTD @ w_UD.T) for h_BTD, w_UD in hidden]
     else:
-        guesses = [jax.nn.softmax(full_logits(draft, batch.tokens_BS))[:, :-1]]
+        drafted = [jax.nn.softmax(full_logits(draft, batch.tokens_BS))[:, :-1]]
     expected = []
-    for i, q in enumerate(guesses):
+    for i, q in enumerate(drafted):
         first = i + 1 if is_head else 0
         N = q.shape[1]
         p, weight = (
@@ -120,7 +120,7 @@ def test_the_loss_compares_the_distributions_after_each_token(is_head):
     np.testing.assert_allclose(total, sum(0.9**i * x for i, x in enumerate(expected)), rtol=1e-4)
 
 
-def test_with_a_reduced_vocabulary_the_target_is_renormalised_to_it():
+def test_the_target_is_renormalised_to_a_reduced_vocabulary():
     ids_U = jnp.array([1, 4, 7, 30])
     batch = rows().batch([0], OBJECTIVE.aux_layers, 1.0)
     loss = jax.jit(OBJECTIVE.loss, static_argnums=4)
@@ -147,9 +147,8 @@ def test_the_loss_falls(tmp_path, distance):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-def test_a_run_that_is_killed_and_resumed_ends_like_one_that_is_not(tmp_path):
-    """Bit for bit, wherever it dies: with the parameters, the optimizer, the order of the rows and
-    the history."""
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """Parameters and history are equal bit for bit, at whatever steps it is killed."""
     held_out = evaluate.Evaluation(OBJECTIVE, TARGET.params, rows(1, 4), num_positions=2)
     whole = run(tmp_path / "whole", evaluation=held_out)
 
@@ -176,7 +175,7 @@ def test_a_run_that_is_killed_and_resumed_ends_like_one_that_is_not(tmp_path):
     assert without_time(resumed.history) == without_time(whole.history)
 
 
-def test_the_time_limit_leaves_a_run_that_goes_on(tmp_path):
+def test_a_run_resumes_after_its_time_limit(tmp_path):
     stopped = run(tmp_path / "run", max_seconds=0.0)
     assert stopped.history[-1]["step"] == 1
     jax.tree.map(
@@ -191,7 +190,7 @@ def test_the_time_limit_leaves_a_run_that_goes_on(tmp_path):
         (dict(steps=13), "steps=12"),
     ],
 )
-def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, message):
+def test_a_run_does_not_resume_with_another_configuration(tmp_path, change, message):
     run(tmp_path / "run", max_seconds=0.0)
     with pytest.raises(SpecJAXError, match=message):
         run(tmp_path / "run", dataclasses.replace(CFG, **change))
@@ -201,8 +200,8 @@ def test_a_run_with_another_configuration_is_not_gone_on_with(tmp_path, change, 
         run(tmp_path / "other")
 
 
-def test_held_out_rows_without_places_or_with_a_domain_called_all_are_refused_unasked(monkeypatch):
-    monkeypatch.setattr(evaluate, "_teacher_outputs", None)  # the target
+def test_invalid_held_out_rows_are_rejected_before_the_teacher_pass(monkeypatch):
+    monkeypatch.setattr(evaluate, "_teacher_outputs", None)  # the teacher pass
     evaluate.Evaluation(OBJECTIVE, TARGET.params, rows())
     (shard,) = rows().shards
     for change, message in (
@@ -218,7 +217,7 @@ def test_held_out_rows_without_places_or_with_a_domain_called_all_are_refused_un
             )
 
 
-def test_training_ends_early_when_nothing_gets_better(tmp_path):
+def test_training_ends_early_without_improvement(tmp_path):
     cfg = dataclasses.replace(
         CFG, steps=40, learning_rate=1e-9, patience=2, eval_every=2, save_every=100
     )
@@ -229,9 +228,9 @@ def test_training_ends_early_when_nothing_gets_better(tmp_path):
     assert len([step for step in evaluations if step > result.step]) == 2
 
 
-def test_gradients_add_up_over_parts_of_a_batch():
-    """Parts weigh what they have, so that reading a batch in parts changes nothing: seen in AdamW's
-    first moment."""
+def test_gradients_accumulate_over_parts_of_a_batch():
+    """Parts are weighted by their tokens, so AdamW's first moment does not depend on their
+    number."""
     moments = []
     for accumulate in (1, 2, 4):
         cfg = dataclasses.replace(CFG, gradient_accumulation_steps=accumulate)
@@ -272,7 +271,7 @@ def test_on_a_mesh_training_is_the_same(tmp_path, is_head):
     )
 
 
-def test_every_device_of_a_mesh_works_on_its_own_rows_alone():
+def test_every_device_of_a_mesh_computes_only_its_own_rows():
     mesh = parallel.make_mesh(2, 2, 2)
     objective = dataclasses.replace(OBJECTIVE, mesh=mesh)
     params, target_params = (
@@ -297,9 +296,8 @@ def test_every_device_of_a_mesh_works_on_its_own_rows_alone():
     assert "[2,21,16]" in text and "4,21,16]" not in text
 
 
-def test_the_target_is_read_and_nothing_else():
-    """Of the compiled step: it returns nothing of the target's size, and keeps no second copy of
-    it."""
+def test_the_training_step_does_not_copy_the_target():
+    """The compiled step returns nothing of the target's size and keeps no copy of it."""
     big = tiny(6, vocab_size=4096, num_layers=2)
     config = eagle_training.make_config(big.config, (0, 1), num_draft_tokens=8)
     objective = EagleObjective(big.config, config, ttt_steps=2)
@@ -326,7 +324,7 @@ def test_the_target_is_read_and_nothing_else():
         "warmup",
     ],
 )
-def test_values_that_make_no_sense_are_refused(field):
+def test_invalid_values_are_rejected(field):
     with pytest.raises(SpecJAXError, match=f"{field} must be"):
         dataclasses.replace(CFG, **{field: -1})
 
@@ -334,7 +332,7 @@ def test_values_that_make_no_sense_are_refused(field):
 # --- Evaluation -----------------------------------------------------------------------------------
 
 
-def test_a_draft_that_is_the_target_is_always_right():
+def test_drafts_of_the_target_itself_are_always_accepted():
     objective = DistillObjective(TARGET.config, TARGET.config)
     scores = evaluate.Evaluation(objective, TARGET.params, rows())(TARGET.params, None)
     assert {score.temperature for score in scores} == {0, 1}
@@ -344,7 +342,7 @@ def test_a_draft_that_is_the_target_is_always_right():
     assert evaluate.summary(scores)[0] == pytest.approx(1)
 
 
-def test_drafters_are_compared_by_the_drafts_in_a_row_that_would_be_accepted():
+def test_drafters_are_compared_by_consecutive_accepted_drafts():
     def scores(*by_position):
         return [
             evaluate.Score(temperature, domain, "all", tuple(x + shift for x in by_position), 9)
@@ -360,8 +358,8 @@ def test_drafters_are_compared_by_the_drafts_in_a_row_that_would_be_accepted():
     )
 
 
-def test_scores_are_counted_by_hand():
-    """Rows of temperature 0 and 1, domains, and what lies behind the prompt."""
+def test_scores_of_a_draft_model():
+    """Compared with whole passes: per temperature and domain, for tokens after the prompt."""
     draft = similar(6, num_layers=2)
     scores = evaluate.Evaluation(
         DistillObjective(TARGET.config, draft.config), TARGET.params, rows(), batch_size=5
@@ -388,9 +386,8 @@ def test_scores_are_counted_by_hand():
             np.testing.assert_allclose(score.by_position[0], values.mean(), rtol=1e-4)
 
 
-def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
-    """Its drafts and distributions against the target's at every position, over the whole
-    vocabulary, although it drafts a part of it."""
+def test_scores_of_a_head():
+    """Compared with whole passes over the full vocabulary; the head drafts a part of it."""
     config = eagle_training.make_config(TARGET.config, (0, 1), num_draft_tokens=14)
     params, ids_U = (
         eagle_training.initial_params(config, TARGET.params, jax.random.key(3)),
@@ -420,12 +417,12 @@ def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
     )
     for row, (temperature, domain) in enumerate([(0, "a"), (1, "a"), (0, "b"), (1, "b")]):
         expected = [[], []]
-        for i, place in np.ndindex(q_by_step.shape[0], q_by_step.shape[2]):
+        for i, position in np.ndindex(q_by_step.shape[0], q_by_step.shape[2]):
             if loss_mask_BS[
-                row, place + 2 : place + 3 + i
-            ].all():  # this guess, and those before it
-                p_V, q_V = p_BSV[row, place + 1 + i], np.zeros(32)
-                q_V[ids_U] = q_by_step[i, row, place]
+                row, position + 2 : position + 3 + i
+            ].all():  # this draft and earlier ones
+                p_V, q_V = p_BSV[row, position + 1 + i], np.zeros(32)
+                q_V[ids_U] = q_by_step[i, row, position]
                 right = (
                     p_V.argmax() == q_V.argmax() if temperature == 0 else np.minimum(p_V, q_V).sum()
                 )
@@ -435,7 +432,7 @@ def test_scores_of_a_head_are_those_of_a_pass_over_each_row():
         )
 
 
-def test_loops_are_told_from_the_rest():
+def test_repetitions_are_found():
     row = np.array([*range(10), *range(10), 3, 3, 3], np.int32)
     assert np.flatnonzero(evaluate._in_loop(row)).tolist() == [18, 19, 20]
 
@@ -450,19 +447,21 @@ def test_curves_are_drawn(tmp_path):
 # --- Data -----------------------------------------------------------------------------------------
 
 
-def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path):
-    """The text is that of `generate` with the same seed; shards on disk are not written again."""
+GENERATE_CONFIG = GenerateConfig(
+    max_seq_len=16,
+    batch_size=3,
+    temperatures=(0.0, 1.0),
+    seed=7,
+    aux_layers=(0, 1),
+    page_size=4,
+)
+
+
+def test_self_generate_writes_continuations_and_residual_streams(tmp_path):
+    """Texts equal those of `generate` with the same seed; existing shards are not written again."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3]]
-    config = GenerateConfig(
-        max_seq_len=16,
-        batch_size=3,
-        temperatures=(0.0, 1.0),
-        seed=7,
-        aux_layers=(0, 1),
-        page_size=4,
-    )
     domains = ["a", "b", "a", "b"]
-    self_generate(MODEL, prompts, domains, tmp_path, config)
+    self_generate(MODEL, prompts, domains, tmp_path, GENERATE_CONFIG)
     shards = [data.read_shard(path) for path in sorted(tmp_path.glob("*.safetensors"))]
     assert sorted(map(len, shards)) == [1, 3]
     found = Dataset(tuple(shards))
@@ -488,35 +487,28 @@ def test_the_target_continues_prompts_and_its_residual_streams_are_kept(tmp_path
         ):
             np.testing.assert_allclose(layer[row, :-1], expected[row, :-1], rtol=2e-3, atol=2e-3)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    self_generate(MODEL, prompts, domains, tmp_path, config)
+    self_generate(MODEL, prompts, domains, tmp_path, GENERATE_CONFIG)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
-def test_on_a_mesh_the_target_continues_alike(tmp_path):
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3], [9]]  # the second batch is filled up
+def test_continuations_on_a_mesh_are_the_same(tmp_path):
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 3], [9]]  # the second batch is padded
     mesh = parallel.make_mesh(2, 2, 2)
     several = dataclasses.replace(
         MODEL, params=parallel.place(TARGET.params, mesh, "target"), mesh=mesh
     )
+    config = dataclasses.replace(GENERATE_CONFIG, batch_size=4)
     found = []
     for name, model in (("one", MODEL), ("mesh", several)):
-        config = GenerateConfig(
-            max_seq_len=16,
-            batch_size=4,
-            temperatures=(0.0, 1.0),
-            seed=7,
-            aux_layers=(0, 1),
-            page_size=4,
-        )
         paths = self_generate(model, prompts, [""] * 5, tmp_path / name, config)
         found.append(Dataset(tuple(map(data.read_shard, paths))).batch(range(5), (0, 1), 1.0))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        # Residual streams of the last token there may be or not: nothing is guessed after it.
+        # The last token may lack a residual stream: no token is drafted after it.
         np.testing.assert_allclose(a[:, :-1], b[:, :-1], rtol=2e-3, atol=2e-3)
     np.testing.assert_array_equal(found[0].tokens_BS, found[1].tokens_BS)
 
 
-def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
+def test_stored_residual_streams_give_the_loss_of_a_teacher_pass(tmp_path):
     config = GenerateConfig(
         max_seq_len=S,
         batch_size=2,
@@ -527,12 +519,12 @@ def test_kept_residual_streams_serve_like_those_of_a_pass(tmp_path):
     )
     self_generate(MODEL, [[1, 2, 3], [4, 5]], ["", ""], tmp_path, config)
     (shard,) = (data.read_shard(path) for path in tmp_path.glob("*.safetensors"))
-    kept, asked = Dataset((shard,)), Dataset((dataclasses.replace(shard, aux_hidden={}),))
+    stored, without = Dataset((shard,)), Dataset((dataclasses.replace(shard, aux_hidden={}),))
     values = [
         OBJECTIVE.loss(
             initial(), TARGET.params, None, each.batch([0, 1], OBJECTIVE.aux_layers, 1.0), 2
         )[0]
-        for each in (kept, asked)
+        for each in (stored, without)
     ]
     np.testing.assert_allclose(*values, rtol=1e-2)
 
@@ -546,7 +538,7 @@ def test_weights_decay_but_norms_do_not():
         assert bool(jnp.any(update != 0)) == ("norm" not in jax.tree_util.keystr(path)), path
 
 
-def test_a_loss_that_is_no_number_ends_training(tmp_path):
+def test_a_nan_loss_ends_training(tmp_path):
     params = initial()
     params["final_norm_D"] = params["final_norm_D"].at[0].set(jnp.nan)
     with pytest.raises(SpecJAXError, match="the loss of step 0 is nan: try a lower learning_rate"):
@@ -578,7 +570,7 @@ def test_the_order_of_rows_is_a_function_of_the_step():
 
 
 def words(chat_template=None) -> Tokenizer:
-    """A tokenizer of numbers and a few other words; text has a BOS token, 31, before it."""
+    """A tokenizer of numbers and a few other words, which adds the BOS token, 31."""
     vocabulary = {str(i): i for i in range(28)} | {"<think>": 28, "user": 29, "assistant": 30}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary | {"<s>": 31}, "27"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -616,7 +608,7 @@ def test_texts_become_rows(tmp_path):
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     paths = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
     got = data.read_texts(paths, words(CHAT), max_seq_len=5)
-    expected = [  # tokens, and how many of them are the prompt's
+    expected = [  # tokens, and the length of the prompt
         ([31, 0, 1, 2, 3], 1),
         ([4, 5, 6, 7, 8], 1),
         ([31, 1, 2, 3], 1),
@@ -632,8 +624,8 @@ def test_texts_become_rows(tmp_path):
 
 
 @pytest.mark.parametrize("answer", ["3 4", "<think> 3 4", "0 4", "1", "<b> 4", " 3"])
-def test_an_answer_starts_behind_its_header_whatever_the_generation_prompt_adds(tmp_path, answer):
-    """A generation prompt may end with an opening tag that the complete chat does not have."""
+def test_an_answer_starts_after_its_header(tmp_path, answer):
+    """Also if the generation prompt ends with an opening tag that the complete chat lacks."""
     got = read_line(tmp_path, {"messages": chat("1", "2", "3", answer)}, words(REASONING_CHAT))
     ids = words().encode(f"user 1 assistant 2 user 3 assistant {answer}", add_special_tokens=False)
     assert got.tokens_BS[0, : len(ids)].tolist() == ids and got.length_B[0] == len(ids)
@@ -668,7 +660,7 @@ def sentencepiece() -> Tokenizer:
     [
         ("1+1=", "2", [6, 3, 2, 4, 5], 4),  # "1+1=2", not "1+1= 2"
         ("1+1=", " 2", [6, 3, 2, 4, 1, 5], 4),
-        ("1+1=", "=2", [6, 3, 2, 7, 5], 3),  # a token of both counts as the completion's
+        ("1+1=", "=2", [6, 3, 2, 7, 5], 3),  # "==" counts as part of the completion
     ],
 )
 def test_a_completion_is_encoded_with_its_prompt(tmp_path, prompt, completion, ids, start):
@@ -723,13 +715,13 @@ def test_paths_of_data_may_begin_with_a_tilde(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_lines_that_are_no_texts_are_named(tmp_path, line, message):
+def test_errors_name_the_invalid_line(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('"1 2 3"\n' + line)
     with pytest.raises(SpecJAXError, match=f"a.jsonl, {message}"):
         data.read_texts([tmp_path / "a.jsonl"], words(CHAT), 4)
 
 
-def test_a_checksum_is_of_what_the_rows_say():
+def test_a_checksum_depends_on_the_content_of_rows():
     (shard,) = rows().shards
     others = [rows(1), Dataset(()), Dataset((dataclasses.replace(shard, domains=["c"] * 12),))]
     for name in data.TENSORS:
@@ -740,7 +732,7 @@ def test_a_checksum_is_of_what_the_rows_say():
     assert same.checksum == rows().checksum and len({x.checksum for x in (same, *others)}) == 8
 
 
-def test_nothing_to_train_on_is_refused(tmp_path):
+def test_data_without_text_are_rejected(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(SpecJAXError, match="there is no text to train on in"):
         data.read_texts([tmp_path / "a.txt"], words(CHAT), 4)

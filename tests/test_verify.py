@@ -1,5 +1,7 @@
-"""The ways of verifying, against plain draws. Their distribution, and the passes that they make,
-are tested in tests/kernels."""
+"""Verification methods, compared with plain sampling.
+
+tests/kernels tests the emitted distribution and the passes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,7 @@ def random_logits(seed, *shape):
 
 
 @pytest.mark.parametrize("mode", verify.METHODS)
-def test_without_drafts_both_modes_draw_the_targets_own_token(mode):
+def test_without_drafts_both_methods_sample_the_bonus_token(mode):
     logits_BTV = random_logits(1, 64, 1, 5)
     sampling, position_B = sampling_of(range(64)), jnp.arange(64)
     none_BM, count_B = jnp.zeros((64, 0), jnp.int32), jnp.zeros(64, jnp.int32)
@@ -38,7 +40,7 @@ def test_without_drafts_both_modes_draw_the_targets_own_token(mode):
     assert len(np.unique(expected_BT)) == 5 and not verified.accepted_B.any()
 
 
-def test_coupled_emits_what_plain_sampling_would_draw_and_accepts_what_equals_it():
+def test_coupled_emits_the_tokens_of_plain_sampling_and_accepts_equal_drafts():
     B, K, V = 256, 3, 4
     rng = np.random.default_rng(2)
     logits_BTV = random_logits(2, B, K + 1, V)
@@ -47,23 +49,21 @@ def test_coupled_emits_what_plain_sampling_would_draw_and_accepts_what_equals_it
     verified = VERIFY(
         "coupled", RUNTIME, logits_BTV, Draft(draft_BM, count_B), sampling, position_B
     )
-    own_BT = np.asarray(
+    plain_BT = np.asarray(
         SAMPLE(
             RUNTIME, logits_BTV, sampling, position_B[:, None] + jnp.arange(K + 1), Stream.TARGET
         )[0]
     )
     for b in range(B):
-        agree = [*(own_BT[b, :K] == draft_BM[b])[: count_B[b]], False].index(False)
+        agree = [*(plain_BT[b, :K] == draft_BM[b])[: count_B[b]], False].index(False)
         assert verified.accepted_B[b] == agree
-        np.testing.assert_array_equal(verified.tokens_BT[b, : agree + 1], own_BT[b, : agree + 1])
+        np.testing.assert_array_equal(verified.tokens_BT[b, : agree + 1], plain_BT[b, : agree + 1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, None])
 @pytest.mark.parametrize("mode", verify.METHODS)
-def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_token(
-    mode, temperature
-):
-    """Whether the rows say so or the whole batch does."""
+def test_temperature_zero_accepts_the_leading_drafts_that_are_greedy_tokens(mode, temperature):
+    """With temperature 0 per row, and without temperatures."""
     logits_BTV = np.random.default_rng(3).standard_normal((32, 4, 6)).astype(np.float32)
     sampling = sampling_of(range(32), 0.0)
     if temperature is None:
@@ -84,8 +84,8 @@ def test_temperature_zero_accepts_the_leading_drafts_that_are_the_most_likely_to
 
 
 @pytest.mark.parametrize("mode", verify.METHODS)
-def test_ids_that_are_not_valid_are_neither_drawn_nor_accepted(mode):
-    """The most likely column is one that pads the embedding, and the draft guesses it."""
+def test_invalid_ids_are_neither_sampled_nor_accepted(mode):
+    """The largest logit is that of a column that pads the embedding, and the draft is its id."""
     logits_BTV = random_logits(4, 128, 3, 6)
     logits_BTV[..., 5] = 9
     draft_BM = np.full((128, 2), 5, np.int32)

@@ -5,6 +5,7 @@ Every check also shows that it would find zeros, shifted outputs and the like wr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -86,23 +87,18 @@ def _attention_outputs(starts, T, is_tree, dtype, heads, page_size, implementati
         def pool(key):
             return jnp.where(is_written, jax.random.normal(key, (P, K, Z, H), dtype), jnp.nan)
 
-        def attention(q_BTNH, k_pool, v_pool, implementation):
-            return paged_attention(
-                q_BTNH,
-                k_pool,
-                v_pool,
-                table_BX,
-                start_B,
-                ancestors_BT2=ancestors_BT2,
-                implementation=implementation,
-            )
-
+        attention = functools.partial(
+            paged_attention,
+            block_table_BX=table_BX,
+            start_B=start_B,
+            ancestors_BT2=ancestors_BT2,
+        )
         k_pool, v_pool = pool(k_key), pool(v_key)
-        out_BTNH = attention(q_BTNH, k_pool, v_pool, implementation)
+        out_BTNH = attention(q_BTNH, k_pool, v_pool, implementation=implementation)
         q_BTNH, k_pool, v_pool = (x.astype(jnp.float32) for x in (q_BTNH, k_pool, v_pool))
         with jax.default_matmul_precision("highest"):  # on a GPU float32 is TF32 otherwise
-            expected_BTNH = attention(q_BTNH, k_pool, v_pool, "xla")
-            size_BTNH = attention(q_BTNH, k_pool, abs(v_pool), "xla")
+            expected_BTNH = attention(q_BTNH, k_pool, v_pool, implementation="xla")
+            size_BTNH = attention(q_BTNH, k_pool, abs(v_pool), implementation="xla")
         return out_BTNH, expected_BTNH, size_BTNH
 
     arrays = (jnp.asarray(x) for x in (written_PZ, table_BX, start_B))

@@ -68,21 +68,8 @@ def main(argv: list[str]) -> None:
     """Runs the benchmark with the values of the flags."""
     del argv
     started = time.perf_counter()
-    options = gpu.Options(
-        num_draft_layers=FLAGS.draft_layers,
-        acceptance=FLAGS.acceptance,
-        num_speculative_tokens=FLAGS.num_speculative_tokens,
-        max_speculative_tokens=FLAGS.max_speculative_tokens,
-        batch_size=FLAGS.batch_size,
-        prompt_length=FLAGS.prompt_length,
-        max_new_tokens=FLAGS.max_new_tokens,
-        dtype=DTYPES[FLAGS.dtype],
-        repeats=FLAGS.repeats,
-        searches=FLAGS.searches,
-        copy_bytes=FLAGS.copy_bytes,
-        implementation=FLAGS.implementation,
-        page_size=FLAGS.page_size,
-        seed=FLAGS.seed,
+    options = common_flags.read(
+        gpu.Options, num_draft_layers=FLAGS.draft_layers, dtype=DTYPES[FLAGS.dtype]
     )
     output, title = FLAGS.output, f"{FLAGS.target}, {FLAGS.dtype}, batch {FLAGS.batch_size}"
     invocation = common_flags.invocation(__name__)

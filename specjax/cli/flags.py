@@ -251,6 +251,26 @@ def mesh_degrees() -> tuple[int, int, int]:
     return FLAGS.tensor_parallel, FLAGS.draft_tensor_parallel, FLAGS.data_parallel
 
 
+def read(kind: type, **others: Any) -> Any:
+    """Reads the flags that are named as the fields of a dataclass.
+
+    Args:
+      kind: the dataclass.
+      **others: values of fields that are not read.
+
+    Returns:
+      An instance of `kind`.
+    """
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in others]
+    return kind(**{name: getattr(FLAGS, name) for name in names}, **others)
+
+
+def given(module: str) -> frozenset[str]:
+    """Reads which flags of the command in `module` were given."""
+    of_command = FLAGS.get_key_flags_for_module(module)
+    return frozenset(flag.name for flag in of_command if flag.present)
+
+
 def invocation(module: str) -> Invocation:
     """Reads all flags of the command in `module`."""
     of_command = FLAGS.get_key_flags_for_module(module)

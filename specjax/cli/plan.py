@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from absl import flags
 from rich.console import Console
 
@@ -59,9 +57,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Prints the plan for the values of the flags."""
     del argv
-    names = [field.name for field in dataclasses.fields(plan.Workload) if field.name != "dtype"]
-    options = {name: getattr(FLAGS, name) for name in names}
-    workload = plan.Workload(dtype=DTYPES[FLAGS.dtype], **options)
+    workload = common_flags.read(plan.Workload, dtype=DTYPES[FLAGS.dtype])
     rates = _read_rates(FLAGS.acceptance)
     target = load.read_model_config(FLAGS.target)
     draft = load.read_model_config(FLAGS.draft) if FLAGS.draft else None

@@ -30,11 +30,10 @@ from specjax.train.loop import TrainConfig
 from specjax.train.losses import Objective, Start
 from specjax.train.self_generate import GenerateConfig
 
-FLAGS = flags.FLAGS
 LOG_EVERY = 50  # steps between lines where there is no progress bar
 RATE_STEPS = 20  # steps that the shown loss and speed are averaged over
-# Flags whose values must match for a run to resume, besides those of `TrainConfig`.
-RUN_FLAGS = (
+# Options that must match for a run to resume, besides those of `TrainConfig`.
+RUN_OPTIONS = (
     "target",
     "drafter",
     "draft",
@@ -159,6 +158,57 @@ def _define_draft_flags() -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run is made of, besides the hyperparameters of `TrainConfig`.
+
+    Attributes:
+      target: path of the target.
+      output: folder of the run.
+      drafter: kind of drafter to train.
+      draft: path of a draft to train further; None for a new one.
+      draft_config: folder of the config.json of a new draft model.
+      aux_layers: target layers that a new EAGLE head reads, as text; [] for the default.
+      num_draft_tokens: number of tokens that a new EAGLE head can draft; None for all.
+      ttt_steps: consecutive tokens that an EAGLE head predicts.
+      loss: distance from the target's distribution.
+      dtype: name of the dtype to compute in; None for the default.
+      data: texts and folders of rows to train on.
+      held_out: texts and folders of rows for evaluation.
+      max_seq_len: tokens of a row.
+      self_generate: file of prompts to continue; None for none.
+      generate_batch_size: prompts to continue at a time.
+      temperatures: temperatures of the continuations, as text.
+      stop_at_eos: ends a continuation at an end-of-sequence token.
+      only_generate: ends the run after the continuations.
+      max_minutes: minutes after which training pauses; None for no limit.
+      degrees: tensor parallelism of target and draft, and data parallelism.
+      given: names of the flags that were given.
+    """
+
+    target: str
+    output: str
+    drafter: str
+    draft: str | None
+    draft_config: str | None
+    aux_layers: list[str]
+    num_draft_tokens: int | None
+    ttt_steps: int
+    loss: str
+    dtype: str | None
+    data: list[str]
+    held_out: list[str]
+    max_seq_len: int
+    self_generate: str | None
+    generate_batch_size: int
+    temperatures: list[str]
+    stop_at_eos: bool
+    only_generate: bool
+    max_minutes: float | None
+    degrees: tuple[int, int, int]
+    given: frozenset[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Data:
     """The data of a run.
@@ -177,122 +227,138 @@ class Data:
 def main(argv: list[str]) -> None:
     """Trains with the values of the flags."""
     del argv
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    config = TrainConfig(**{name: getattr(FLAGS, name) for name in names})
-    _check_flags()
-    reader = load.open_source(FLAGS.target)
-    start = _start()
-    objective = _objective(reader, start)
-    loaded = _read_data(reader)
+    config = common_flags.read(TrainConfig)
+    options = common_flags.read(
+        Options,
+        degrees=common_flags.mesh_degrees(),
+        given=common_flags.given(__name__),
+    )
+    run(options, config, common_flags.invocation(__name__))
+
+
+def run(options: Options, config: TrainConfig, invocation: provenance.Invocation) -> None:
+    """Trains a drafter, and writes it with its evaluation.
+
+    Raises:
+      SpecJAXError: for options, files or data that cannot be used.
+    """
+    _check_options(options, config)
+    reader = load.open_source(options.target)
+    start = _start(options)
+    objective = _objective(options, reader, start)
+    loaded = _read_data(options, reader)
     num_rows = len(loaded.rows) + len(loaded.prompts)
     config.check_batches(num_rows, objective.mesh)
-    values = {name: getattr(FLAGS, name) for name in RUN_FLAGS}
+    values = {name: getattr(options, name) for name in RUN_OPTIONS}
     values["shape"] = dataclasses.asdict(objective.draft_config)
     values["held_out_contents"] = loaded.held_out.checksum
-    output = pathlib.Path(FLAGS.output)
+    output = pathlib.Path(options.output)
     # Training checks this again, with more values.
     identity.check(output / "run", loop.RUN, values | dataclasses.asdict(config))
     if not (output / "run").exists():
         files.check_not_exists(output / "drafter")
     files.make_folder(output)
 
-    target = load.load(FLAGS.target, dtype=FLAGS.dtype, mesh=objective.mesh)
+    target = load.load(options.target, dtype=options.dtype, mesh=objective.mesh)
     objective = dataclasses.replace(objective, dtype=target.dtype)
     evaluation = None
-    if FLAGS.held_out:
+    if options.held_out:
         evaluation = evaluate.Evaluation(objective, target.params, loaded.held_out)
     rows = loaded.rows
     if loaded.prompts:
-        prompts = _fitting(target, loaded.prompts)
-        if not FLAGS.only_generate:
+        prompts = _fitting(options, target, loaded.prompts)
+        if not options.only_generate:
             config.check_batches(len(rows) + len(prompts), objective.mesh)
-        shards = _continue(target, prompts, output / "rows", objective.aux_layers)
+        generating = _generate_config(options, config.seed, objective.aux_layers)
+        shards = _continue(target, prompts, output / "rows", generating)
         rows = Dataset((*rows.shards, *shards))
-        if FLAGS.only_generate:
+        if options.only_generate:
             return
     values |= {"rows": len(rows), "tokens": rows.num_tokens, "contents": rows.checksum}
-    params, draft_ids_U = objective.initial(target, rows, start, FLAGS.seed)
-    run = loop.Run(objective, config, target.params, draft_ids_U, rows, evaluation)
-    result = _train(run, params, output / "run", values)
+    params, draft_ids_U = objective.initial(target, rows, start, config.seed)
+    training = loop.Run(objective, config, target.params, draft_ids_U, rows, evaluation)
+    result = _train(training, params, output / "run", values, options.max_minutes)
     if result.out_of_time:
         step = result.history[-1]["step"]
         print(f"step {step} of {config.steps}: the same command resumes the run")
-    _write(output, run, target, result)
+    _write(output, training, target, result, invocation)
     if result.scores:
         Console().print(score_table(result.scores))
 
 
-def _check_flags() -> None:
-    """Raises SpecJAXError for flags that contradict each other or have no effect."""
-    if not FLAGS.self_generate and not FLAGS.data:
+def _check_options(options: Options, config: TrainConfig) -> None:
+    """Raises SpecJAXError for options that contradict each other or have no effect."""
+    if not options.self_generate and not options.data:
         raise SpecJAXError("no training data was given; use --data or --self_generate")
     for name in GENERATE_FLAGS:
-        if FLAGS[name].present and not FLAGS.self_generate:
+        if name in options.given and not options.self_generate:
             raise SpecJAXError(f"--{name} applies only with --self_generate")
-    if FLAGS.patience and not FLAGS.held_out:
-        raise SpecJAXError(f"--patience={FLAGS.patience} requires --held_out")
-    if FLAGS["eval_every"].present and not FLAGS.held_out:
+    if config.patience and not options.held_out:
+        raise SpecJAXError(f"--patience={config.patience} requires --held_out")
+    if "eval_every" in options.given and not options.held_out:
         raise SpecJAXError("--eval_every requires --held_out")
-    if FLAGS.patience and not FLAGS.eval_every:
+    if config.patience and not config.eval_every:
         raise SpecJAXError(
-            f"--patience={FLAGS.patience} requires evaluations before the end, got --eval_every=0"
+            f"--patience={config.patience} requires evaluations before the end, got --eval_every=0"
         )
-    common_flags.numbers("temperatures", FLAGS.temperatures)
+    common_flags.numbers("temperatures", options.temperatures)
     for drafter in losses.trainable_drafters():
         for name in losses.objective_class(drafter).OPTIONS:
-            own = losses.objective_class(FLAGS.drafter).OPTIONS
-            if FLAGS[name].present and name not in own:
+            own = losses.objective_class(options.drafter).OPTIONS
+            if name in options.given and name not in own:
                 raise SpecJAXError(f"--{name} applies only to --drafter={drafter}")
 
 
-def _start() -> Start:
-    """The starting point of training, by the flags."""
+def _start(options: Options) -> Start:
+    """The starting point of training."""
     try:
-        aux_layers = tuple(map(int, FLAGS.aux_layers))
+        aux_layers = tuple(map(int, options.aux_layers))
     except ValueError:
-        given = ",".join(FLAGS.aux_layers)
+        given = ",".join(options.aux_layers)
         raise SpecJAXError(f"--aux_layers must be numbers of layers, got {given}") from None
-    config = load.read_model_config(FLAGS.draft_config) if FLAGS.draft_config else None
-    return Start(FLAGS.draft, config, aux_layers, FLAGS.num_draft_tokens)
+    config = load.read_model_config(options.draft_config) if options.draft_config else None
+    return Start(options.draft, config, aux_layers, options.num_draft_tokens)
 
 
-def _objective(reader: CheckpointReader, start: Start) -> Objective:
-    """The objective by the flags, in the default dtype."""
-    kind = losses.objective_class(FLAGS.drafter)
+def _objective(options: Options, reader: CheckpointReader, start: Start) -> Objective:
+    """The objective in the default dtype."""
+    kind = losses.objective_class(options.drafter)
     limit = reader.config.max_position_embeddings
-    if FLAGS.max_seq_len > limit:
+    if options.max_seq_len > limit:
         raise SpecJAXError(
-            f"--max_seq_len={FLAGS.max_seq_len} exceeds the context of the target, {limit} tokens"
+            f"--max_seq_len={options.max_seq_len} exceeds the context of the target, {limit} tokens"
         )
     draft_config = kind.make_config(start, reader.config)
-    mesh = processes.make_mesh(*common_flags.mesh_degrees())
-    ttt_steps = FLAGS.ttt_steps if "ttt_steps" in kind.OPTIONS else 1
-    objective = kind(reader.config, draft_config, FLAGS.loss, ttt_steps, mesh=mesh)
+    mesh = processes.make_mesh(*options.degrees)
+    ttt_steps = options.ttt_steps if "ttt_steps" in kind.OPTIONS else 1
+    objective = kind(reader.config, draft_config, options.loss, ttt_steps, mesh=mesh)
     least = data.SKIPPED + 3 + ttt_steps
-    if FLAGS.max_seq_len < least:
+    if options.max_seq_len < least:
         raise SpecJAXError(
-            f"--max_seq_len must be at least {least}, got {FLAGS.max_seq_len}: no token would be "
+            f"--max_seq_len must be at least {least}, got {options.max_seq_len}: no token would be "
             "predicted"
         )
     objective.check_shardable()
     return objective
 
 
-def _read_data(reader: CheckpointReader) -> Data:
-    """Reads the data that the flags name."""
-    prompts = jsonl.read_prompts(FLAGS.self_generate) if FLAGS.self_generate else []
-    rows, held_out = _open(FLAGS.data, reader), _open(FLAGS.held_out, reader)
-    if prompts or FLAGS["max_seq_len"].present:
+def _read_data(options: Options, reader: CheckpointReader) -> Data:
+    """Reads rows to train on, held-out rows and prompts."""
+    prompts = jsonl.read_prompts(options.self_generate) if options.self_generate else []
+    rows = _open(options, options.data, reader)
+    held_out = _open(options, options.held_out, reader)
+    if prompts or "max_seq_len" in options.given:
+        wanted = options.max_seq_len
         for shard in rows.shards:
             length = shard.tokens_BS.shape[1]
-            if length != FLAGS.max_seq_len:
+            if length != wanted:
                 raise SpecJAXError(
-                    f"--max_seq_len={FLAGS.max_seq_len}, but rows of --data have {length} positions"
+                    f"--max_seq_len={wanted}, but rows of --data have {length} positions"
                 )
     return Data(rows, held_out, prompts)
 
 
-def _open(paths: list[str], reader: CheckpointReader) -> Dataset:
+def _open(options: Options, paths: list[str], reader: CheckpointReader) -> Dataset:
     """Rows of folders and text files."""
     shards: list[Rows] = []
     texts = []
@@ -303,8 +369,8 @@ def _open(paths: list[str], reader: CheckpointReader) -> Dataset:
             texts.append(path)
     if texts:
         if reader.tokenizer is None:
-            raise SpecJAXError(f"{FLAGS.target} has no tokenizer, which texts require")
-        shards.append(data.read_texts(texts, reader.tokenizer, FLAGS.max_seq_len))
+            raise SpecJAXError(f"{options.target} has no tokenizer, which texts require")
+        shards.append(data.read_texts(texts, reader.tokenizer, options.max_seq_len))
     return Dataset(tuple(shards))
 
 
@@ -314,9 +380,9 @@ class _Prompt:
     domain: str
 
 
-def _fitting(target: Model, rows: list[dict]) -> list[_Prompt]:
+def _fitting(options: Options, target: Model, rows: list[dict]) -> list[_Prompt]:
     """The prompts that are not too long."""
-    limit = FLAGS.max_seq_len // 2
+    limit = options.max_seq_len // 2
     fitting = []
     for row in rows:
         ids = batch.encode(target, row["prompt"], row["where"])
@@ -330,23 +396,28 @@ def _fitting(target: Model, rows: list[dict]) -> list[_Prompt]:
         )
     if not fitting:
         raise SpecJAXError(
-            f"{FLAGS.self_generate}: no prompt fits into half of --max_seq_len={FLAGS.max_seq_len}"
+            f"{options.self_generate}: no prompt fits into half of "
+            f"--max_seq_len={options.max_seq_len}"
         )
     return fitting
 
 
+def _generate_config(options: Options, seed: int, aux_layers: tuple[int, ...]) -> GenerateConfig:
+    """How continuations are generated."""
+    return GenerateConfig(
+        max_seq_len=options.max_seq_len,
+        batch_size=options.generate_batch_size,
+        temperatures=tuple(common_flags.numbers("temperatures", options.temperatures)),
+        seed=seed,
+        aux_layers=aux_layers,
+        eos_ids=None if options.stop_at_eos else (),
+    )
+
+
 def _continue(
-    target: Model, prompts: list[_Prompt], folder: pathlib.Path, aux_layers: tuple[int, ...]
+    target: Model, prompts: list[_Prompt], folder: pathlib.Path, config: GenerateConfig
 ) -> list[Rows]:
     """The target's continuations of prompts."""
-    config = GenerateConfig(
-        max_seq_len=FLAGS.max_seq_len,
-        batch_size=FLAGS.generate_batch_size,
-        temperatures=tuple(common_flags.numbers("temperatures", FLAGS.temperatures)),
-        seed=FLAGS.seed,
-        aux_layers=aux_layers,
-        eos_ids=None if FLAGS.stop_at_eos else (),
-    )
     ids = [prompt.ids for prompt in prompts]
     domains = [prompt.domain for prompt in prompts]
     console = Console()
@@ -360,15 +431,23 @@ def _continue(
     return [data.read_shard(path) for path in paths]
 
 
-def _train(run: loop.Run, params: Any, folder: pathlib.Path, values: dict[str, Any]) -> loop.Result:
+def _train(
+    training: loop.Run,
+    params: Any,
+    folder: pathlib.Path,
+    values: dict[str, Any],
+    max_minutes: float | None,
+) -> loop.Result:
     """Trains with a progress bar."""
     console = Console()
     columns = (*progress_lib.Progress.get_default_columns(), "{task.fields[figures]}")
-    max_seconds = None if FLAGS.max_minutes is None else 60 * FLAGS.max_minutes
+    max_seconds = None if max_minutes is None else 60 * max_minutes
     with progress_lib.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=run.config.steps, figures="")
+        task = bar.add_task("training", total=training.config.steps, figures="")
         reporter = _Reporter(bar, task)
-        return loop.train(run, params, folder, values, on_record=reporter, max_seconds=max_seconds)
+        return loop.train(
+            training, params, folder, values, on_record=reporter, max_seconds=max_seconds
+        )
 
 
 class _Reporter:
@@ -401,7 +480,13 @@ class _Reporter:
             print(line, flush=True)
 
 
-def _write(output: pathlib.Path, run: loop.Run, target: Model, result: loop.Result) -> None:
+def _write(
+    output: pathlib.Path,
+    training: loop.Run,
+    target: Model,
+    result: loop.Result,
+    invocation: provenance.Invocation,
+) -> None:
     """Writes the drafter, its scores and the curves; replaces earlier ones of the same run."""
     curves.draw(result.history, output / "curves.png")
     scores = [dataclasses.asdict(score) for score in result.scores]
@@ -409,10 +494,10 @@ def _write(output: pathlib.Path, run: loop.Run, target: Model, result: loop.Resu
     provenance.write_figures(
         output / "evaluation.json",
         {"step": result.step, "scores": scores},
-        common_flags.invocation(__name__),
+        invocation,
     )
     folder, new = output / "drafter", output / f"drafter.new-{os.getpid()}"
-    run.objective.save(new, target, result.params, run.draft_ids_U)
+    training.objective.save(new, target, result.params, training.draft_ids_U)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
     print(f"wrote {folder}, the drafter at step {result.step}")

@@ -1,4 +1,4 @@
-"""The kernels, and whole generations through them, on a real GPU.
+"""The kernels, and whole generations with them, on a GPU.
 
 Run JAX_PLATFORMS=cuda pytest -m gpu tests/gpu.
 """
@@ -7,8 +7,8 @@ import functools
 import os
 
 if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
-    # What makes tiny models compile faster on a CPU would make the GPU's programs slow. No backend
-    # exists yet.
+    # Flags that speed up compilation on a CPU would make programs slow on a GPU. No backend exists
+    # yet.
     OURS = (
         "--xla_force_host_platform",
         "--xla_backend_optimization",
@@ -44,7 +44,7 @@ IMPLEMENTATION = "mosaic_gpu"
 
 @pytest.fixture(autouse=True, scope="session")
 def gpu():
-    """A test that was asked for and cannot run has not passed."""
+    """Fails if there is no GPU: a selected test that cannot run must not pass."""
     if reason := dispatch.missing_gpu():
         pytest.fail(
             f"tests marked gpu cannot run: {reason}. Run JAX_PLATFORMS=cuda pytest -m gpu tests/gpu"
@@ -69,8 +69,8 @@ class TestAttention:
         )
         assert not case.wrong(np.asarray(out_BTNH, np.float64)).any()
 
-    def test_it_gives_the_same_every_time(self):
-        """A race would hardly."""
+    def test_it_is_deterministic(self):
+        """A race would show as different outputs."""
         case = attention.Case(
             [100, 2000, 777, -1], 6, G=4, K=8, H=128, Z=64, X=32, dtype="bfloat16"
         )
@@ -92,15 +92,15 @@ class TestPasses:
         passes.Round(passes.product(IMPLEMENTATION), V, dtype=dtype, valid=valid).check_samples()
 
     @pytest.mark.parametrize(
-        ("V", "dtype", "guess", "seed"),
+        ("V", "dtype", "one_hot", "seed"),
         [(2048, jnp.bfloat16, True, 1), (4999, jnp.float32, False, 2), (40, jnp.float32, False, 3)],
     )
-    def test_rejection(self, V, dtype, guess, seed):
+    def test_rejection(self, V, dtype, one_hot, seed):
         passes.Round(
-            passes.product(IMPLEMENTATION), V, dtype=dtype, guess=guess, valid=V - 3, seed=seed
+            passes.product(IMPLEMENTATION), V, dtype=dtype, one_hot=one_hot, valid=V - 3, seed=seed
         ).check_rejection()
 
-    @pytest.mark.parametrize("kind", ["random", "both have zeros", "guess, p has zeros"])
+    @pytest.mark.parametrize("kind", ["random", "both have zeros", "one-hot drafts, p has zeros"])
     def test_the_emitted_distribution_is_the_targets(self, kind):
         passes.check_emitted_distribution(
             passes.product(IMPLEMENTATION), 3, 2, kind, seeds=[0], counts=[2]
@@ -117,7 +117,7 @@ def test_checks_of_the_benchmark(page_size):
 def model(dtype, seed: int = 0, noise: float = 0.0) -> Model:
     """A random Llama that the kernels support.
 
-    Its weights are wide, so that its distributions are far from flat.
+    Its weights have a large scale, so that its distributions are far from flat.
     """
     config = LlamaConfig(
         vocab_size=1000,
@@ -133,7 +133,7 @@ def model(dtype, seed: int = 0, noise: float = 0.0) -> Model:
     if noise:
         other = llama.init(jax.random.key(seed + 1), config, scale=0.12)
         params = jax.tree.map(lambda a, b: a + noise * b, params, other)
-    # In both dtypes the very same numbers.
+    # The same numbers in both dtypes.
     return Model(
         config,
         jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), params),
@@ -151,7 +151,7 @@ NEW = 48
 
 
 def generate(drafter, **options):
-    """Returns texts of the bfloat16 model, on the kernels."""
+    """Returns texts of the bfloat16 model, generated with the kernels."""
     options = dict(verify="coupled", max_new_tokens=NEW, implementation=IMPLEMENTATION) | options
     if drafter == "draft_model":
         options |= dict(draft=model(jnp.bfloat16, noise=0.1))
@@ -160,7 +160,7 @@ def generate(drafter, **options):
 
 
 def on_xla(dtype, tokens_BS):
-    """Returns `full_logits` of the reference: its page is as long as the text."""
+    """Returns `full_logits` of the reference, whose page is as long as the text."""
     return jnp.asarray(full_logits(model(dtype), tokens_BS), jnp.float32)
 
 
@@ -184,7 +184,7 @@ class Judge:
         written_BS = np.arange(256) < np.array(lengths)[:, None]
         self.margin = 4 * float(off_BSV.max(-1)[written_BS].max())
         self.texts = texts
-        # A margin that most wrong tokens would pass is none.
+        # With a larger margin, most wrong tokens would pass.
         assert self.margin < 0.5 * float(self.logits_BSV.std(-1)[written_BS].mean())
 
     def values(self, b: int, i: int, temperature: float, seed: int):
@@ -199,7 +199,8 @@ class Judge:
         return logits_V - temperature * np.log(np.asarray(noise_V, np.float64))
 
     def check(self, temperature: float = 0.0, seed: int = 0):
-        """Every token is the best after the text before it, or nearly."""
+        """Checks that every token has the largest value after the text before it, up to near
+        ties."""
         behind = []
         for b, text in enumerate(self.texts):
             for i, token in enumerate(text):
@@ -219,7 +220,7 @@ class TestGeneration:
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_speculation_changes_a_text_at_near_ties_only(self, temperature):
-        """The first difference is judged; what follows it follows another text."""
+        """Only the first difference is checked: later tokens follow another text."""
         plain, coupled = (
             generate(name, temperature=temperature, seed=7) for name in ("none", "draft_model")
         )
@@ -238,7 +239,7 @@ class TestGeneration:
         texts = generate("draft_model", verify="rejection", temperature=0.8)
         assert [len(text) for text in texts] == [NEW] * len(PROMPTS)
 
-    def test_the_kernels_are_what_runs_by_default(self):
+    def test_the_kernels_are_the_default(self):
         assert dispatch.choose(None) == IMPLEMENTATION
         assert generate("ngram", implementation=None) == generate("ngram")
 

@@ -1,4 +1,4 @@
-"""Which implementation runs, on machines that need not be at hand."""
+"""The choice of an implementation, on simulated devices."""
 
 import types
 
@@ -15,7 +15,7 @@ def on(monkeypatch, platform: str, capability: str | None = None, **facts):
 
 
 @pytest.mark.parametrize("unsupported", [None, "requires other shapes"])
-def test_hopper_runs_the_kernels_where_they_can_do_it(monkeypatch, unsupported):
+def test_hopper_runs_the_kernels_if_they_support_the_arguments(monkeypatch, unsupported):
     on(monkeypatch, "gpu", "9.0")
     assert dispatch.choose(None, unsupported) == ("xla" if unsupported else "mosaic_gpu")
     assert dispatch.choose("xla", unsupported) == "xla"
@@ -35,7 +35,7 @@ def test_hopper_runs_the_kernels_where_they_can_do_it(monkeypatch, unsupported):
         ("gpu", "gfx942", "JAX runs on"),
     ],
 )
-def test_elsewhere_a_wish_for_the_kernels_is_refused_with_the_reason(
+def test_elsewhere_an_explicit_choice_of_the_kernels_is_an_error_with_the_reason(
     monkeypatch, platform, capability, reason
 ):
     on(monkeypatch, platform, capability)
@@ -51,11 +51,11 @@ def test_an_unknown_name_is_an_error():
 
 
 class TestInterpreter:
-    """The kernels' function with an argument, only where it is named."""
+    """`interpret`: the function of `mosaic_gpu` with an argument, by explicit choice only."""
 
     NAME = "specjax.kernels.sampling"
 
-    def test_it_is_the_kernel_with_an_argument(self, monkeypatch):
+    def test_it_calls_the_kernel_with_an_argument(self, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
         parameters = object()
         monkeypatch.setattr(plgpu, "InterpretGPUParams", lambda: parameters, raising=False)
@@ -71,12 +71,12 @@ class TestInterpreter:
         with pytest.raises(ValueError, match=expected):
             dispatch.choose("interpret")
 
-    def test_what_the_kernel_does_not_support_it_does_not_either(self, monkeypatch):
+    def test_it_supports_what_the_kernel_supports(self, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
         with pytest.raises(ValueError, match="'interpret' cannot run here: requires other shapes"):
             dispatch.choose("interpret", "requires other shapes")
 
-    def test_it_is_never_chosen_by_default(self, monkeypatch):
+    def test_it_is_never_the_default(self, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
         on(monkeypatch, "cpu")
         assert dispatch.choose(None) == "xla"
@@ -92,7 +92,7 @@ def test_compiling_for_a_gpu_that_is_absent():
     assert dispatch.choose(None) == "xla"
 
 
-def test_the_default_device_decides(monkeypatch):
+def test_the_choice_follows_the_default_device(monkeypatch):
     cpu = jax.devices()[1]
     on(monkeypatch, "gpu", "9.0", core_count=114)
     assert dispatch.choose(None) == "mosaic_gpu" and dispatch.num_processors() == 114

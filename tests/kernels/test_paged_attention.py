@@ -1,6 +1,6 @@
-"""Paged attention against dense attention in float64, for every implementation.
+"""Paged attention of every implementation, compared with dense attention in float64.
 
-The Mosaic GPU kernel runs on the CPU, in Pallas' interpreter with its race detector on.
+The Mosaic GPU kernel runs on the CPU, in Pallas' interpreter with its race detector.
 """
 
 import functools
@@ -27,17 +27,17 @@ if jax.__version_info__ >= (0, 11):
 needs_interpreter = pytest.mark.skipif(
     dispatch.missing_interpreter() is not None, reason=str(dispatch.missing_interpreter())
 )
-# On a real GPU the same cases run in tests/gpu.
+# tests/gpu runs the same cases on a GPU.
 IMPLEMENTATIONS = ["xla", pytest.param("interpret", marks=needs_interpreter)]
 
 
 @pytest.fixture(autouse=True)
 def read_operands(monkeypatch):
-    """Shows the race detector what wgmma reads, which it does not see by itself."""
+    """Reports the reads of wgmma to the race detector, which does not see them."""
 
     def wgmma(acc, a, b, multiply=plgpu.wgmma):
         a[...], b[...]
-        # wgmma reads through the async proxy, as TMA writes, but the reads above do not.
+        # wgmma reads through the async proxy, as TMA writes do; the reads above do not.
         plgpu.commit_smem()
         multiply(acc, a, b)
 
@@ -50,9 +50,9 @@ class TestEveryImplementation:
     def test_case(self, implementation, name):
         CASES[name].check(implementation)
 
-    def test_a_sequence_without_pages_gives_zeros_and_disturbs_nobody(self, implementation):
+    def test_a_sequence_without_pages_gives_zeros_and_changes_no_other(self, implementation):
         case = Case([6, 9, 3], 2, G=6, K=1, H=64, Z=16, X=1, dtype="bfloat16")
-        case.block_table_BX[1] = -1  # would read the last page if the id were not checked
+        case.block_table_BX[1] = -1  # without a check of the id, this would read the last page
         case.k_pool[-1], case.v_pool[-1] = 1, 1
         out_BTNH = case.run(implementation)
         assert (out_BTNH[1] == 0).all()
@@ -65,12 +65,12 @@ class TestEveryImplementation:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_zeros_and_shifted_outputs_are_found_wrong(name):
-    """In every single head of every token, so that no mistake in indices can hide."""
+def test_the_comparison_rejects_zeros_and_shifted_outputs(name):
+    """Every head of every token is wrong, so that no error of an index can pass."""
     case = CASES[name]
     expected_BTNH, size_BTNH = case.expected
     assert case.wrong(np.zeros_like(expected_BTNH)).any(-1)[size_BTNH.any(-1)].all()
-    # Heads that see one and the same position give the same: its value.
+    # Heads that attend to a single position have equal outputs: its value.
     several_BTN = ~np.isclose(size_BTNH, abs(expected_BTNH)).all(-1)
     assert several_BTN.any()
     for axis in range(4):
@@ -78,10 +78,9 @@ def test_zeros_and_shifted_outputs_are_found_wrong(name):
             assert case.wrong(np.roll(expected_BTNH, 1, axis)).any(-1)[several_BTN].all()
 
 
-# In the order in which the kernel's source has them; two of them once more in the loop over masked
-# blocks.
+# In the order of the kernel's source; two occur again in the loop over masked blocks.
 WAITS = ["consumed", "queries", "keys", "values", "keys, masked", "values, masked", "zeroed"]
-# Four blocks, two consumers, an end inside a block.
+# Four blocks, two consumers; the sequence ends within a block.
 CONTROL = Case([198], 5, G=16, K=1, H=64, Z=64, dtype="bfloat16")
 
 
@@ -89,14 +88,14 @@ CONTROL = Case([198], 5, G=16, K=1, H=64, Z=64, dtype="bfloat16")
 class TestRacesAreFound:
     @pytest.fixture(autouse=True)
     def two_stages(self, monkeypatch):
-        """So that four blocks need them twice; and leaves no state of a failed run behind."""
+        """Two stages, so that four blocks use each twice; resets the interpreter after a
+        failure."""
         monkeypatch.setattr(mosaic_gpu, "STAGES", 2)
         yield
         gpu_callbacks.reset_gpu_interpret_mode_state()
 
     def remove_wait(self, monkeypatch, removed):
-        """Takes the wait with this number out of the kernel; returns the list of those that it came
-        upon."""
+        """Removes one wait from the kernel, by its number; returns the list of all waits met."""
         found = []
 
         def barrier_wait(barrier, wait=plgpu.barrier_wait):
@@ -107,20 +106,20 @@ class TestRacesAreFound:
         monkeypatch.setattr(plgpu, "barrier_wait", barrier_wait)
         return found
 
-    def test_none_in_the_kernel_as_it_is(self, monkeypatch):
+    def test_the_kernel_has_no_race(self, monkeypatch):
         found = self.remove_wait(monkeypatch, None)
         CONTROL.check("interpret")
         assert len(found) == len(WAITS)
 
     @pytest.mark.parametrize("removed", range(len(WAITS)), ids=WAITS)
-    def test_where_a_wait_is_missing(self, monkeypatch, removed):
+    def test_a_missing_wait_is_a_race(self, monkeypatch, removed):
         self.remove_wait(monkeypatch, removed)
         with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
             CONTROL.check("interpret")
 
 
 class TestXLA:
-    """Cheap enough for many cases: in float32 they are tight."""
+    """Many cases, since they are fast; float32 makes the comparison tight."""
 
     @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
     @pytest.mark.parametrize("T", range(1, 10))
@@ -129,9 +128,8 @@ class TestXLA:
 
     @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
     @pytest.mark.parametrize("T", [1, 2, 3, 5, 8])
-    def test_few_queries_go_to_the_pages(self, monkeypatch, T, tree):
-        """With no more pages than the sequences could fill, and wide heads, nothing is gathered on
-        a CPU."""
+    def test_few_queries_read_pages_in_place(self, monkeypatch, T, tree):
+        """On a CPU, for wide heads and a pool without spare pages, nothing is gathered."""
         taken = mock.Mock(wraps=xla._in_place)
         monkeypatch.setattr(xla, "_in_place", taken)
         Case([0, 2, 3, 4, 5, 7, 8, 9, 15, -1], T, H=40, tree=tree, spare_pages=0).check("xla")
@@ -149,10 +147,10 @@ class TestXLA:
     def test_numbers_of_kv_heads(self, K):
         Case([5, 0, 12], 2, K=K, G=3).check("xla")
 
-    def test_the_table_may_be_full_to_the_last_position(self):
+    def test_a_full_block_table(self):
         Case([24 - 5, 24 - 5], 5, spare_pages=0).check("xla")
 
-    def test_a_tree_of_33_needs_its_second_word(self):
+    def test_a_tree_of_33_uses_the_second_word(self):
         case = Case([2, -1], 33, X=9, tree=True)
         case.seen_BTT[:, 32, 31:] = True
         case.check("xla")
@@ -181,7 +179,7 @@ def test_bits_of_ancestors():
         pack_ancestors(np.zeros((1, 65, 65), bool))
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_inconsistent_shapes_are_rejected():
     case = Case([0, 7], 2)
     case.k_pool = case.k_pool[..., :4]
     with pytest.raises(ValueError, match="do not fit pools"):
@@ -196,7 +194,7 @@ def test_shapes_that_do_not_fit_are_refused():
         case.run("xla")
 
 
-def test_an_implementation_that_does_not_exist_is_refused():
+def test_an_unknown_implementation_is_rejected():
     with pytest.raises(ValueError, match="implementation 'vulkan'; choose from mosaic_gpu, xla"):
         Case([0], 1).run("vulkan")
 
@@ -224,13 +222,13 @@ def test_on_a_gpu_the_kernel_runs(implementation):
 
 
 @pytest.mark.parametrize(("options", "reason"), UNSUPPORTED)
-def test_what_the_kernel_cannot_do_is_said_or_left_to_xla(options, reason):
+def test_unsupported_arguments_are_an_error_or_run_on_xla(options, reason):
     with pytest.raises(ValueError, match=f"cannot run here: requires {reason}"):
         trace("mosaic_gpu", **options)
     assert "barrier_wait" not in str(trace(None, **options))
 
 
-def test_queries_of_another_dtype_are_left_to_xla():
+def test_queries_of_another_dtype_are_unsupported():
     q, pool = (
         jax.ShapeDtypeStruct((1, 1, 2, 64), "float32"),
         jax.ShapeDtypeStruct((1, 1, 16, 64), "bfloat16"),
@@ -243,11 +241,11 @@ def test_queries_of_another_dtype_are_left_to_xla():
     ("num_ctas", "max_seq_len", "splits"),
     [
         (512, 32768, 1),  # a batch of 64 with 8 kv heads fills the GPU by itself
-        (8, 512, 2),  # a short context is left in few pieces
+        (8, 512, 2),  # a short context has few splits
         (8, 8192, 14),  # 112 CTAs for 132 SMs
         (2, 131072, 57),
-        (100, 8192, 1),  # 200 CTAs would take two turns, of half the time each
-        (70, 8192, 3),  # but 210 take two turns of a third
+        (100, 8192, 1),  # 200 CTAs would take two waves of half the time
+        (70, 8192, 3),  # 210 take two waves of a third
     ],
 )
 def test_splits_fill_the_gpu(num_ctas, max_seq_len, splits):

@@ -1,4 +1,4 @@
-"""Drawing and verifying: one class for every implementation of the passes over the vocabulary.
+"""Sampling and verification with every implementation of the passes over the vocabulary.
 
 The kernels run in the Mosaic GPU interpreter.
 """
@@ -44,8 +44,8 @@ def passes(request):
 
 
 class TestPasses:
-    # Smaller than a tile, of exactly one, of several that do not fill the last one, with rows that
-    # are not aligned.
+    # Vocabularies of one tile, of less, and of several with a partial last one; rows that are not
+    # aligned.
     @pytest.mark.parametrize(
         ("V", "dtype", "valid"),
         [(2048, jnp.bfloat16, None), (3000, jnp.float32, 2991), (301, jnp.float16, None)],
@@ -54,20 +54,20 @@ class TestPasses:
         Round(passes, V, dtype=dtype, valid=valid).check_samples()
 
     @pytest.mark.parametrize(
-        ("V", "dtype", "draft_dtype", "guess", "seed"),
+        ("V", "dtype", "draft_dtype", "one_hot", "seed"),
         [
             (2048, jnp.bfloat16, None, True, 1),
             (4999, jnp.float32, jnp.bfloat16, False, 2),
             (40, jnp.float32, None, False, 3),
         ],
     )
-    def test_rejection(self, passes, V, dtype, draft_dtype, guess, seed):
+    def test_rejection(self, passes, V, dtype, draft_dtype, one_hot, seed):
         Round(
-            passes, V, dtype=dtype, draft_dtype=draft_dtype, guess=guess, valid=V - 3, seed=seed
+            passes, V, dtype=dtype, draft_dtype=draft_dtype, one_hot=one_hot, valid=V - 3, seed=seed
         ).check_rejection()
 
-    def test_sampled_and_certain_rows_may_be_mixed(self, passes):
-        """Each row is what it is in a batch of its own kind, and the two kinds differ."""
+    def test_sampled_and_one_hot_drafts_may_be_mixed(self, passes):
+        """Each row has the result of a batch of only its kind, and the kinds differ."""
         case = Round(passes, 700, valid=690)
         draft_BM, q = case.sample(draft=True)
         argmax_BT, target = case.sample(keys=False)
@@ -86,15 +86,15 @@ class TestPasses:
             )
             return np.stack([accepted_B, token_B])
 
-        sampled, certain = rejected(apart(q)), rejected(None)
-        assert (sampled != certain).any(axis=0).sum() > 2
+        sampled, one_hot = rejected(apart(q)), rejected(None)
+        assert (sampled != one_hot).any(axis=0).sum() > 2
         for start in (0, 1):
             sampled_B = np.arange(len(case.count_B)) % 2 == start
             mixed = rejected(apart(q), sampled_B)
-            np.testing.assert_array_equal(mixed, np.where(sampled_B, sampled, certain))
+            np.testing.assert_array_equal(mixed, np.where(sampled_B, sampled, one_hot))
 
-    def test_infinite_logits_come_first_and_last(self, passes):
-        """+inf as well: several of them share all of the probability."""
+    def test_infinite_logits(self, passes):
+        """-inf has probability 0; several +inf share all of the probability."""
         logits_BTV = np.zeros((64, 1, 300), np.float32)
         logits_BTV[:, :, ::2] = -np.inf
         logits_BTV[32:, :, [5, 77]] = np.inf
@@ -106,7 +106,7 @@ class TestPasses:
             5
         }
 
-    def test_without_temperature_the_first_of_the_largest_is_taken(self, passes):
+    def test_without_temperatures_the_first_argmax_is_taken(self, passes):
         logits_BTV = np.zeros((2, 2, 4500), np.float32)
         logits_BTV[0, 0, [7, 8, 3000]] = logits_BTV[0, 1, [2100, 2300]] = 5
         logits_BTV[1, 0, 4400:] = logits_BTV[1, 1, 2047:2049] = 2
@@ -114,8 +114,8 @@ class TestPasses:
         assert token_BT.tolist() == [[7, 2100], [4400, 2047]]
         assert distribution.total_BT is None
 
-    def test_shards_of_a_vocabulary_give_what_the_whole_gives(self, passes):
-        """Each shard on its own, joined as a mesh joins them."""
+    def test_joined_shards_equal_the_whole_vocabulary(self, passes):
+        """A pass over each shard; their results are joined as on a mesh."""
         case = Round(passes, 3000)
         logits_RV, threshold_R = (
             case.logits_BTV.reshape(32, -1),
@@ -151,9 +151,8 @@ class TestPasses:
         np.testing.assert_array_equal(joined.largest, whole.largest)
         np.testing.assert_allclose(joined.total, whole.total, rtol=2e-6)
 
-    def test_without_a_residual_the_target_is_sampled(self, passes):
-        """p = q in exact arithmetic; u = 1 - 2^-24 rejects the draft only through rounding, and the
-        distribution stays p."""
+    def test_an_empty_residual_samples_the_target(self, passes):
+        """With p = q, only rounding can reject a draft (at u = 1 - 2^-24); then p is sampled."""
         logits_BTV = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 300)), jnp.float32)
         temperature_B, key_BT2 = jnp.ones(4), jnp.arange(16, dtype=jnp.int32).reshape(4, 2, 2)
         distribution = passes.sample(logits_BTV, temperature_B, None, None)[1]
@@ -178,7 +177,7 @@ COLLECTIVE = re.compile(
 
 
 def largest_collective(text: str) -> int:
-    """The most numbers in one result of a collective of a compiled program."""
+    """The largest number of elements in a result of a collective of a compiled program."""
     results = [
         shape
         for line in text.splitlines()
@@ -190,9 +189,8 @@ def largest_collective(text: str) -> int:
 
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("mode", METHODS)
-def test_a_mesh_gives_what_one_device_gives(shards, mode):
-    """The ways of verifying under `shard_map`, with filters; nothing of the vocabulary's size is in
-    any collective."""
+def test_a_mesh_gives_the_result_of_one_device(shards, mode):
+    """Verification under `shard_map`, with filters; no collective has the vocabulary's size."""
     case = Round(product("xla"), 1200)
     B, K, V = case.shape
     sampling = SamplingArrays(
@@ -235,7 +233,7 @@ def test_a_mesh_gives_what_one_device_gives(shards, mode):
     sharded = on_mesh(verify_round).lower(*arrays).compile()
     for got, expected in zip(sharded(*arrays), jax.jit(verify_round)(*arrays), strict=True):
         np.testing.assert_array_equal(got, expected)
-    bound = B * (K + 1) * shards * 4  # what `partial.SoftmaxStats` holds
+    bound = B * (K + 1) * shards * 4  # the size of `partial.SoftmaxStats`
     assert 0 < largest_collective(sharded.as_text()) <= bound < B * V // shards
 
     def gathers(logits_BTV, draft_logits_BMV, mesh):
@@ -246,8 +244,8 @@ def test_a_mesh_gives_what_one_device_gives(shards, mode):
 
 
 @pytest.mark.parametrize("wrong", ["draft_logits", "temperature", "keys"])
-def test_shapes_that_do_not_fit_are_refused(wrong):
-    """In a kernel they would read what lies elsewhere."""
+def test_inconsistent_shapes_are_rejected(wrong):
+    """In a kernel they would read other memory."""
     case = Round(product("xla"), 64)
     B = case.shape[0]
     _, target = case.sample(keys=False)
@@ -275,13 +273,12 @@ class TestDistribution:
     def test_the_emitted_distribution_is_the_targets(self, V, K, kind):
         check_emitted_distribution(product("xla"), V, K, kind, seeds=range(3), counts=range(K + 1))
 
-    @pytest.mark.parametrize("kind", ["random", "both have zeros", "guess, p has zeros"])
-    def test_through_the_kernel(self, passes, kind):
+    @pytest.mark.parametrize("kind", ["random", "both have zeros", "one-hot drafts, p has zeros"])
+    def test_every_implementation_of_the_passes(self, passes, kind):
         check_emitted_distribution(passes, 3, 2, kind, seeds=[0], counts=[2])
 
-    def test_nothing_agrees_more_often(self):
-        """The acceptance of the first draft is the overlap of the distributions, the most that any
-        coupling can have."""
+    def test_acceptance_is_the_most_that_a_coupling_can_have(self):
+        """The acceptance of the first draft is the overlap of the two distributions."""
         rng = np.random.default_rng(0)
         V = 6
         p_V, q_V = random_distribution(rng, V), random_distribution(rng, V)
@@ -294,8 +291,8 @@ class TestDistribution:
         ).probabilities()
         np.testing.assert_allclose(threshold_D1[:, 0] @ q_V, np.minimum(p_V, q_V).sum(), atol=1e-6)
 
-    def test_both_ends_of_the_uniform(self):
-        """u = 0 accepts whatever both can emit and nothing else."""
+    def test_the_smallest_and_the_largest_uniform(self):
+        """u = 0 accepts exactly the drafts that both distributions can emit."""
         probs_BTV = np.tile(np.float32([0, 1e-30, 0.25, 0.75]), (4, 2, 1))
         q_BMV = np.tile(np.float32([0.5, 0.5, 0, 0]), (4, 1, 1))
         draft_BM, count_B = np.array([[0], [1], [2], [3]], np.int32), np.ones(4, np.int32)
@@ -307,18 +304,15 @@ class TestDistribution:
         ]:
             case = Acceptance(product("xla"), probs_BTV, draft_BM, count_B, q)
             assert case.accepted(np.full((4, 1), u, np.float32)).tolist() == accepted
-        certain_BTV = np.tile(np.eye(4, dtype=np.float32)[2], (1, 2, 1))
-        certain = Acceptance(product("xla"), certain_BTV, np.array([[2]]), np.array([1]), None)
-        assert certain.accepted(np.full((1, 1), LAST)).tolist() == [1]
+        one_hot_BTV = np.tile(np.eye(4, dtype=np.float32)[2], (1, 2, 1))
+        one_hot = Acceptance(product("xla"), one_hot_BTV, np.array([[2]]), np.array([1]), None)
+        assert one_hot.accepted(np.full((1, 1), LAST)).tolist() == [1]
 
     @pytest.mark.parametrize(
         "q_V", [[np.nan] * 4, [0, 0, 0, 0], [0.5, 0.5, np.nan, 0], [np.inf, 0.1, 0.1, 0.1]]
     )
-    def test_a_draft_that_has_no_probability_is_rejected_and_leaves_the_targets_distribution(
-        self, passes, q_V
-    ):
-        """Whatever the drafter's logits are: those of token 3 make no probability, and so the
-        target's distribution must come."""
+    def test_a_draft_of_probability_0_is_rejected_and_the_target_is_sampled(self, passes, q_V):
+        """For any logits of the drafter that give its token 3 no probability."""
         p_V = np.float32([0.1, 0.2, 0.3, 0.4])
         case = Acceptance(
             passes,
@@ -327,12 +321,11 @@ class TestDistribution:
             np.array([1], np.int32),
             np.float32([[q_V]]),
         )
-        if q_V[0] == np.inf:  # in logits one token is certain
+        if q_V[0] == np.inf:  # infinite logits are one-hot
             assert float(case.q[0].total_BT[0]) == 1
         for u in (0.0, 0.5, LAST):
             assert case.accepted(np.full((1, 1), u, np.float32)).tolist() == [0]
-        # Which of these distributions is subtracted is decided in `reject`: what it emits is
-        # counted.
+        # `reject` decides which distribution is subtracted, so its emitted tokens are compared.
         key_DT2 = np.arange(2 * 4096, dtype=np.int32).reshape(4096, 1, 2).repeat(2, axis=1)
 
         def tiled(distribution):
@@ -353,8 +346,9 @@ class TestDistribution:
         )
         np.testing.assert_array_equal(token_D, recovered_D1[:, 0])
 
-    def test_a_guess_outside_the_vocabulary_is_rejected_and_leaves_the_targets_distribution(self):
-        """A prompt may hold ids that the target must not emit, and prompt lookup repeats them."""
+    def test_a_draft_outside_the_vocabulary_is_rejected_and_the_target_is_sampled(self):
+        """A prompt may contain ids that the target must not emit, and prompt lookup repeats
+        them."""
         probs_BTV = np.tile(np.float32([0.2, 0.3, 0.5]), (1, 2, 1))
         case = Acceptance(product("xla"), probs_BTV, np.array([[3]]), np.array([1]), None)
         for u in (0.0, 0.5):
@@ -363,15 +357,17 @@ class TestDistribution:
 
 
 class TestNoise:
-    def test_random_words_are_those_of_jax(self):
+    def test_random_words_equal_those_of_jax(self):
         key, count = np.uint32([123, 4_000_000_456]), np.arange(64, dtype=np.uint32)
         expected = np.asarray(threefry_2x32(jnp.asarray(key), jnp.asarray(count))).view(np.int32)
         words = noise.threefry2x32(*key.view(np.int32), *count.view(np.int32).reshape(2, 32))
         np.testing.assert_array_equal(np.concatenate(words), expected)
 
     def test_exponentials_follow_their_distribution_down_to_the_smallest(self):
-        """Kolmogorov-Smirnov on -log E would not see the tail that unlikely tokens live on: counts
-        there are compared as well, each within six standard deviations, at fixed keys."""
+        """A Kolmogorov-Smirnov test, and counts in the tail that decides about improbable tokens.
+
+        Counts are within six standard deviations, with fixed keys.
+        """
         N = 1 << 22
         sample = np.sort(
             np.asarray(EXPONENTIAL(jnp.int32(3), jnp.int32(-5), jnp.arange(N))), axis=None
@@ -386,7 +382,7 @@ class TestNoise:
             assert abs((sample <= x).sum() - N * p) < 6 * np.sqrt(N * p * (1 - p))
 
     def test_small_exponentials_are_precise(self):
-        """Their series against float64, on both sides of where it ends."""
+        """Compared with float64, on both sides of the bound up to which a series is used."""
         words = jnp.arange(1 << 16, dtype=jnp.int32)
         sample = np.asarray(EXPONENTIAL(jnp.int32(1), jnp.int32(2), words), np.float64)
         high, low = (
@@ -400,14 +396,11 @@ class TestNoise:
         np.testing.assert_allclose(
             sample[expected < 1], expected[expected < 1], rtol=0, atol=2**-25 * np.e + 2**-24
         )
-        np.testing.assert_allclose(
-            np.exp(-sample), np.exp(-expected), atol=2**-23
-        )  # what 24 bits of v leave of it
+        np.testing.assert_allclose(np.exp(-sample), np.exp(-expected), atol=2**-23)  # v has 24 bits
 
 
-def test_on_a_cpu_noise_is_worked_out_once():
-    """And kept: were it worked out in each of the reductions that find the winner, it might be
-    rounded differently."""
+def test_on_a_cpu_noise_is_computed_once():
+    """If each of the reductions that find the winner computed it, roundings might differ."""
 
     def sample(logits_RV, key_R2):
         return xla.sample_pass(

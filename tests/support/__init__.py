@@ -1,1 +1,1 @@
-"""What tests share: models, the ways to drive the loop and the command, reference distributions."""
+"""Shared by tests: models, runs of the loop and of commands, references."""

@@ -1,4 +1,4 @@
-"""Cases of paged attention, for every implementation and for a real GPU."""
+"""Cases of paged attention, for every implementation."""
 
 import dataclasses
 import functools
@@ -19,10 +19,9 @@ if jax.__version_info__ >= (0, 11):
 
 @dataclasses.dataclass
 class Case:
-    """Queries, and the keys and values of ragged sequences, both dense and in pages that are
-    scattered over a pool.
+    """Queries, and keys and values of ragged sequences, both dense and in scattered pages.
 
-    Positions that nothing was written to, and pages that no sequence holds, are NaN.
+    Unwritten positions and pages that no sequence holds are NaN.
     """
 
     starts: list[int]
@@ -43,7 +42,7 @@ class Case:
         self.start_B = np.array(self.starts, np.int32)
         B, P = len(self.starts), len(self.starts) * self.X + self.spare_pages
 
-        def normal(*shape):  # as the dtype has it: the reference sees the very same numbers
+        def normal(*shape):  # rounded to the dtype, so that the reference gets the same numbers
             return np.asarray(jnp.asarray(rng.standard_normal(shape), self.dtype), np.float64)
 
         self.q_BTNH = 2 * normal(B, self.T, self.G * self.K, self.H)
@@ -84,7 +83,7 @@ class Case:
 
     @functools.cached_property
     def expected(self):
-        """Dense attention, and the same over the magnitudes of the values."""
+        """Dense attention over the values and over their magnitudes."""
         out_BTNH, size_BTNH = np.zeros((2, *self.q_BTNH.shape))
         for b, t, n in np.ndindex(self.q_BTNH.shape[:3]):
             before = max(self.start_B[b], 0)
@@ -101,11 +100,11 @@ class Case:
         return out_BTNH, size_BTNH
 
     def wrong(self, out_BTNH):
-        """Which numbers are further off than rounding explains.
+        """Which outputs differ by more than rounding.
 
-        Two roundings to the dtype are allowed, each to the nearest: of the weights, which moves the
-        sum of weighted values by that part of the sum of their magnitudes at most, and of the
-        output. Products are exact in float32; 3e-6 is for its sums.
+        Two roundings to the dtype are allowed, of the weights and of the output. Each is to the
+        nearest and changes the output by at most half a unit in the last place of the attention
+        over magnitudes. Products are exact in float32; 3e-6 is for the sums.
         """
         expected_BTNH, size_BTNH = self.expected
         tolerance_BTNH = float(jnp.finfo(self.dtype).eps) * size_BTNH + 3e-6
@@ -118,8 +117,8 @@ class Case:
         )
 
 
-# What the GPU kernel supports; few and rich, for its interpreter is slow. A block is 64 positions,
-# a tile 64 rows.
+# Cases that the GPU kernel supports. They are few, since its interpreter is slow. A block has 64
+# positions, a tile 64 rows.
 CASES = {
     "ragged": Case([-1, 13, 63, 64], 2, G=1, H=64, Z=16, X=5, dtype="bfloat16"),
     "tree, splits without work": Case(

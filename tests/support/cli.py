@@ -1,4 +1,4 @@
-"""How tests run the `specjax` command in their own process, and what they give to it."""
+"""Inputs and results of the `specjax` command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Outcome(NamedTuple):
 
 
 def write_model(path, seed=0, **config):
-    """A model whose text soon repeats itself, so that prompt lookup finds something."""
+    """A model whose text soon repeats itself, so that prompt lookup finds drafts."""
     config = {"num_hidden_layers": 1} | config
     arrays = folders.tensors(config, seed=seed)
     arrays["model.layers.0.self_attn.o_proj.weight"] *= 0.02
@@ -33,7 +33,7 @@ def write_prompts(path, *rows):
 
 
 def check_refused(outcome: Outcome, *parts) -> None:
-    """One line on stderr that names everything in `parts`, exit code 2, and nothing else."""
+    """Checks for exit code 2 and a single line on stderr that contains all `parts`."""
     assert outcome.code == 2, outcome
     assert outcome.out == ""
     assert outcome.err.startswith("specjax: error: ")

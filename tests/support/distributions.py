@@ -1,4 +1,4 @@
-"""Distributions computed the slow way, in float64."""
+"""Reference distributions in float64."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from specjax.engine.request import SamplingParams
 
 
 def reference_distribution(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """The distribution that `sampling.draw` draws from, for one vector, one step after the other,
-    in float64."""
+    """The probabilities that `sampling.sample` samples from, for one vector, step by step."""
     logits_V = np.asarray(logits_V, np.float64)
     if temperature == 0:
         return np.eye(len(logits_V))[np.argmax(logits_V)]

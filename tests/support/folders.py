@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import string
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,9 @@ CONFIG = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+# The first tokens of a SentencePiece vocabulary.
+SENTENCEPIECE_TOKENS = ["<unk>", "<s>", "</s>", *BYTE_TOKENS]
 CHAT_TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
     {%- if message.role not in ("user", "assistant") %}
@@ -76,8 +80,8 @@ def tensors(config, dtype="float32", seed=0):
 
 
 def backend():
-    """A byte-level BPE of 267 tokens (the model's vocabulary is padded to 288), with a BOS before
-    every text."""
+    """A byte-level BPE of 267 tokens that adds a BOS token; the model's vocabulary is padded to
+    288."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [
         ("h", "e"),
@@ -103,8 +107,8 @@ def backend():
 
 
 def byte_fallback_backend():
-    """A tokenizer of the letters a to z and 256 byte tokens, as SentencePiece has them."""
-    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + [chr(ord("a") + i) for i in range(26)]
+    """A tokenizer of the letters a to z and the byte tokens of SentencePiece."""
+    tokens = [*BYTE_TOKENS, *string.ascii_lowercase]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     result = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     result.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -124,7 +128,7 @@ def write_tokenizer(folder, **config):
 
 
 def write_folder(folder, config=None, arrays=None, shards=1, tokenizer=True, dtype="float32"):
-    """A Hugging Face folder; with several shards, tensors take turns and there is an index."""
+    """A Hugging Face folder; with several shards, tensors alternate between them."""
     folder, config = pathlib.Path(folder), config or {}
     arrays = tensors(config, dtype) if arrays is None else arrays
     folder.mkdir(parents=True)

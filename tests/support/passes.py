@@ -1,4 +1,4 @@
-"""Cases of the passes over a vocabulary, for every implementation and for a real GPU."""
+"""Cases of the passes over a vocabulary, for every implementation."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from specjax.kernels.sampling.partial import join_residuals
 LAST = np.nextafter(np.float32(1), np.float32(0))
 
 
-# By how much, relatively, float32 logarithms of probabilities may move the quotient of two.
+# Relative error of the ratio of two probabilities whose logarithms are float32.
 PRECISION = 4e-6
 
 
@@ -29,7 +29,7 @@ EXPONENTIAL = jax.jit(noise.exponential)
 
 @functools.cache
 def product(implementation: str) -> SimpleNamespace:
-    """The product's functions, jitted, on one implementation of the passes."""
+    """The jitted functions of the product with one implementation of the passes."""
     jit = functools.partial(jax.jit, static_argnames="num_valid")
 
     def stats(*args, num_valid):
@@ -50,7 +50,7 @@ def product(implementation: str) -> SimpleNamespace:
         return verify.reject(runtime, target, argmax_BT, draft, *noise)
 
     def residual(target, q, *args, num_valid):
-        """`q` is the drafts' distributions, or the token that it is one-hot on."""
+        """`q`: distributions of the drafts, or the tokens of one-hot ones."""
         is_sampled = isinstance(q, tuple)
         draft_B = jnp.zeros_like(args[0]) if is_sampled else q
         residual_pass = dispatch.function(kernels.__name__, "residual_pass", implementation)
@@ -66,7 +66,7 @@ def product(implementation: str) -> SimpleNamespace:
 
 
 def softmax(logits_V, temperature, threshold=-np.inf):
-    """In float64; the distribution of one at the first most likely token at temperature 0."""
+    """Probabilities in float64; one-hot on the first argmax at temperature 0."""
     logits_V = np.asarray(logits_V, np.float64)
     if temperature == 0:
         return np.eye(len(logits_V))[np.argmax(logits_V)]
@@ -77,7 +77,7 @@ def softmax(logits_V, temperature, threshold=-np.inf):
 
 
 def winner(weight_V, key_2):
-    """The token of the largest weight / noise in float64, and whether it is a clear winner."""
+    """The token with the largest weight / noise in float64, and whether it wins clearly."""
     noise_V = np.asarray(
         EXPONENTIAL(*map(jnp.int32, key_2), jnp.arange(len(weight_V), dtype=jnp.int32))
     )
@@ -87,11 +87,10 @@ def winner(weight_V, key_2):
 
 
 class Round:
-    """Random logits of a target and of a draft that resembles it, with rows of all kinds in one
-    batch."""
+    """Random logits of a target and of a similar draft, in a batch of different rows."""
 
     def __init__(
-        self, passes, V, K=3, dtype=jnp.float32, draft_dtype=None, guess=False, valid=None, seed=0
+        self, passes, V, K=3, dtype=jnp.float32, draft_dtype=None, one_hot=False, valid=None, seed=0
     ):
         rng = np.random.default_rng(seed)
         self.temperature_B = np.float32([1.0, 0.0, 0.6, 1.7, 1.0, 0.9, 0.0, 3.0])
@@ -102,7 +101,7 @@ class Round:
             (B, K, V)
         )
         self.draft_logits_BMV = jnp.asarray(near_BMV, draft_dtype or dtype)
-        # Filters in some rows: about the upper half and the upper tenth of the logits.
+        # Some rows have filters: about the upper half and the upper tenth of the logits.
         self.threshold_BT = np.full((B, K + 1), -np.inf, np.float32)
         self.threshold_BT[2], self.threshold_BT[5] = 0.0, 3.8 if V > 100 else 0.0
         self.threshold_BM = self.threshold_BT[:, :K]
@@ -111,7 +110,7 @@ class Round:
         self.u_BM = rng.random((B, K)).astype(np.float32)
         self.u_BM[4] = 0  # accepts all
         self.count_B = np.int32([K, K, K, K - 1, K, K, K, 0])
-        self.guess, self.passes = guess, passes
+        self.one_hot, self.passes = one_hot, passes
         self.shape = B, K, V
 
     def distribution(self, b, t, draft=False):
@@ -131,9 +130,7 @@ class Round:
         )
 
     def reject(self):
-        if (
-            self.guess
-        ):  # what prompt lookup does: likely tokens, and now and then one that cannot come
+        if self.one_hot:  # as prompt lookup: probable tokens, and one that cannot be emitted
             draft_BM, draft_distribution = self.sample(draft=True, keys=False)[0], None
             draft_BM = draft_BM.at[0, 0].set(self.valid)
         else:
@@ -167,7 +164,7 @@ class Round:
             assert not sure or sampled_BT[b, t] == token
             assert probs_V[sampled_BT[b, t]] > 0
             clear += sure
-            if self.temperature_B[b]:  # the distribution as it is handed on
+            if self.temperature_B[b]:  # the distribution for verification
                 logit = np.float64(self.logits_BTV[b, t, token])
                 weight = np.exp(
                     (logit - np.float64(distribution.largest_BT[b, t])) / self.temperature_B[b]
@@ -179,15 +176,14 @@ class Round:
         assert len(np.unique(sampled_BT)) > 3
 
     def check_rejection(self):
-        """Decisions and tokens are the reference's, but for uniforms and races within rounding of a
-        tie."""
+        """Decisions and tokens equal the reference's; no uniform or race is close to a tie."""
         draft_BM, accepted_B, recovered_B = self.reject()
         B, K, V = self.shape
         for b in range(B):
             p = [self.distribution(b, t) for t in range(K + 1)]
             q = [
                 np.eye(V + 1)[min(draft_BM[b, t], V)][:V]
-                if self.guess
+                if self.one_hot
                 else self.distribution(b, t, draft=True)
                 for t in range(K)
             ]
@@ -229,8 +225,8 @@ def one_hot(rng, V):
     return np.eye(V, dtype=np.float32)[rng.integers(V)]
 
 
-# How the target's distribution p and the drafter's q of a context are made. Without q, the
-# drafter's guess is certain.
+ONE_HOT_DRAFTS = "one-hot drafts"
+# How the target's distribution p and the drafter's q are made. Without q, drafts are one-hot.
 KINDS = {
     "random": (random_distribution, random_distribution),
     "q has zeros": (random_distribution, with_zeros),
@@ -240,15 +236,14 @@ KINDS = {
     "p one-hot": (one_hot, random_distribution),
     "q one-hot": (random_distribution, one_hot),
     "both one-hot": (one_hot, one_hot),
-    "guess": (random_distribution, "guess"),
-    "guess, p one-hot": (one_hot, "guess"),
-    "guess, p has zeros": (with_zeros, "guess"),
+    "one-hot drafts": (random_distribution, ONE_HOT_DRAFTS),
+    "one-hot drafts, p one-hot": (one_hot, ONE_HOT_DRAFTS),
+    "one-hot drafts, p has zeros": (with_zeros, ONE_HOT_DRAFTS),
 }
 
 
 class Acceptance:
-    """`reject` for given distributions p `[D, T, V]` and q `[D, K, V]` (or None), at temperature 1,
-    on the given passes."""
+    """`reject` for distributions p `[D, T, V]` and q `[D, K, V]` (or None), at temperature 1."""
 
     def __init__(self, passes, probs_DTV, draft_DM, count_D, q_DMV):
         self.passes, self.draft_DM, self.count_D = (
@@ -268,8 +263,10 @@ class Acceptance:
             return self.passes.sample(np.log(distribution), self.temperature_D, None, None)
 
     def accepted(self, u_DM):
-        """From the distributions' statistics, which come from the passes; the residual's pass,
-        which has no part in it, is left to the reference."""
+        """The number of accepted drafts, from the statistics of the passes.
+
+        The pass over the residual does not matter here and is that of `xla`.
+        """
         key_DT2 = np.zeros((*self.argmax_DT.shape, 2), np.int32)
         return np.asarray(
             product("xla").reject(
@@ -291,7 +288,7 @@ class Acceptance:
         """
         n_D = jnp.asarray(n_D)
         last_D1 = jnp.minimum(n_D, self.T - 2)[:, None]
-        guess_D = jnp.take_along_axis(self.draft_DM, last_D1, axis=1)[:, 0]
+        draft_D = jnp.take_along_axis(self.draft_DM, last_D1, axis=1)[:, 0]
 
         def shard(distribution, v):
             return distribution._replace(logits_BTV=distribution.logits_BTV[..., v : v + 1])
@@ -299,7 +296,7 @@ class Acceptance:
         races = []
         for v in range(self.V):
             q = (
-                guess_D
+                draft_D
                 if self.q is None
                 else tuple(shard(distribution, v) for distribution in self.q)
             )
@@ -330,7 +327,7 @@ class Acceptance:
         """
         D, K = self.draft_DM.shape
         ratio_DM = self.ratios()
-        reached_D = np.ones(D, bool)  # drafts that cannot come are rejected even at 0
+        reached_D = np.ones(D, bool)  # drafts of probability 0 are rejected even at 0
         for i in range(K):
             ratio_D = ratio_DM[:, i]
             reached_D &= i < np.asarray(self.count_D)
@@ -340,8 +337,7 @@ class Acceptance:
             accepted_below_D = self.accepted(below_DM) > i
             accepted_above_D = self.accepted(above_DM) > i
             np.testing.assert_array_equal(accepted_below_D, reached_D & (ratio_D > 0))
-            # No uniform is above a threshold of 1. Where p and q are equal, rounding decides at
-            # LAST.
+            # No uniform is above a threshold of 1. For equal p and q, rounding decides at LAST.
             sure_D = abs(ratio_D - 1) > 2 * PRECISION
             expected_D = reached_D & (ratio_D > 1)
             np.testing.assert_array_equal(accepted_above_D[sure_D], expected_D[sure_D])
@@ -359,14 +355,13 @@ class Acceptance:
 
 
 def emitted_distribution(passes, p, q, V, K, count):
-    """Joint distribution of the K + 1 tokens that follow a context, where the first come from one
-    round and the rest from p."""
+    """Joint distribution of the K + 1 tokens after a context: those of a round, the rest by p."""
     contexts = [context for n in range(K + 1) for context in itertools.product(range(V), repeat=n)]
-    if q == "guess":
-        guess = {context: (7 * sum(context) + len(context) + 1) % V for context in contexts}
+    if q == ONE_HOT_DRAFTS:
+        draft_after = {context: (7 * sum(context) + len(context) + 1) % V for context in contexts}
         drafts = [()]
         for _ in range(K):
-            drafts = [(*draft, guess[draft]) for draft in drafts]
+            drafts = [(*draft, draft_after[draft]) for draft in drafts]
         weight_D, q_DMV = np.ones(1), None
     else:
         drafts = list(itertools.product(range(V), repeat=K))
@@ -401,8 +396,7 @@ def emitted_distribution(passes, p, q, V, K, count):
 
 
 def check_emitted_distribution(passes, V, K, kind, seeds, counts):
-    """Exact to 1e-6: the distributions are float32 inputs here, and what is done with them in
-    float32 rounds at 6e-8 a step."""
+    """Checks it to 1e-6: inputs are float32, and each float32 operation rounds at 6e-8."""
     make_p, make_q = KINDS[kind]
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -412,7 +406,7 @@ def check_emitted_distribution(passes, V, K, kind, seeds, counts):
         p = {context: make_p(rng, V) for context in contexts}
         q = (
             make_q
-            if make_q == "guess"
+            if make_q == ONE_HOT_DRAFTS
             else {context: make_q(rng, V) if make_q else p[context] for context in contexts}
         )
         target = np.zeros((V,) * (K + 1))

@@ -1,23 +1,21 @@
-"""XLA's flags for tests: programs that compile quickly, at the price of running slowly."""
+"""XLA flags for tests: fast compilation of slow programs."""
 
 from __future__ import annotations
 
 import jax
 
-# For every small loop, such as one of random numbers, these two passes copy the whole program to
-# count its iterations: a third of the time of compiling a round. They only move and drop
-# operations.
+# To count the iterations of any small loop, such as that of random numbers, these two passes copy
+# the whole program: a third of the compile time of a round. They only move and drop operations.
 WITHOUT_TRIP_COUNTS = (
     "--xla_disable_hlo_passes=while-loop-invariant-code-motion,simplify-while-loops"
 )
 
 
 def quick_flags(num_devices: int) -> str:
-    """Returns flags for a process with so many (virtual) devices.
+    """Returns flags for a process with `num_devices` virtual devices.
 
-    Code generation takes most of the time that a tiny model needs; these change no step before it
-    but the two passes. A flag that XLA does not know ends the process, and the last of them does
-    not exist in all versions.
+    Code generation takes most of the time for a tiny model. Of the steps before it, only the two
+    passes change. An unknown flag ends the process, and some versions do not know the last one.
     """
     flags = [
         f"--xla_force_host_platform_device_count={num_devices}",
