@@ -114,7 +114,11 @@ def test_a_completion_has_prompt_text_and_reason(target, plain):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"drafter": "ngram", "verify": "rejection"}, DRAFT_MODEL | {"verify": "coupled"}]
+    "arguments",
+    [
+        pytest.param({"drafter": "ngram", "verify": "rejection"}, marks=pytest.mark.slow),
+        DRAFT_MODEL | {"verify": "coupled"},
+    ],
 )
 def test_a_batch_equals_its_prompts_alone(target, draft, arguments):
     """Every option differs between rows, so that a mix-up of rows shows."""

@@ -139,7 +139,12 @@ def test_two_processes_write_the_text_of_one(mesh, one, start, folder, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("victim", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+    ("victim", "how"),
+    [
+        (0, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        (1, signal.SIGSTOP),
+    ],
 )
 def test_the_others_end_if_a_process_dies(victim, how, start, tmp_path):
     """Their error names the cause.

@@ -11,6 +11,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +23,7 @@ SECONDS = 900  # each takes a minute or two of one core
 HERE = pathlib.Path(__file__).parent
 RESOURCES = ["-m", "specjax.kernels.gpu.resources", "--check"]
 DECODE_STEP = [str(HERE / "decode_step.py")]
+MESH_STEP = [str(HERE / "mesh_step.py")]
 # The folder to write to comes after those that are a script. Those of `slow` tests have names that
 # end in "_rest" or "_all".
 COMMANDS = {
@@ -29,7 +31,8 @@ COMMANDS = {
     "resources_all": RESOURCES,
     "decode_step": [*DECODE_STEP, "rejection", "ngram", "broken"],
     "decode_step_rest": [*DECODE_STEP, "plain", "coupled", "eagle"],
-    "mesh_step": [str(HERE / "mesh_step.py")],
+    "mesh_step": [*MESH_STEP, "mesh_h100", "mesh_wrong"],
+    "mesh_step_rest": [*MESH_STEP, "mesh_a100"],
 }
 
 
@@ -70,6 +73,39 @@ def run(name: str, folder: pathlib.Path) -> Run:
         except subprocess.TimeoutExpired:
             process.kill()  # it has no exit code then, which is not 0 either
     return Run(process.returncode, output.read_text())
+
+
+class Gates:
+    """Runs each gate when one of its programs is first asked for.
+
+    Attributes:
+      gate_of: the gate of each program by name, one of `COMMANDS`.
+      read: makes a program of the folder that its gate saved it in.
+      mktemp: makes a folder for a gate.
+    """
+
+    def __init__(self, gate_of: dict[str, str], read: Callable, mktemp: Callable):
+        self.gate_of, self.read, self.mktemp = gate_of, read, mktemp
+        self.folders, self.programs = {}, {}
+
+    def __getitem__(self, name: str):
+        gate = self.gate_of[name]
+        if gate not in self.folders:
+            self.folders[gate] = self.mktemp(gate)
+            result = run(gate, self.folders[gate])
+            assert result.code == 0, result.out[-4000:]
+        if name not in self.programs:
+            self.programs[name] = self.read(self.folders[gate] / name)
+        return self.programs[name]
+
+
+def marked(gate_of: dict[str, str]) -> list:
+    """Returns names of programs as parameters of a test; those of a gate "..._rest" are slow."""
+    parameters = []
+    for name, gate in gate_of.items():
+        marks = [pytest.mark.slow] if gate.endswith("_rest") else []
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
 
 
 class Instruction(NamedTuple):

@@ -1,7 +1,8 @@
 """Compiles the decode loop for four absent GPUs, over which a mesh splits the models, and says what
-is wrong with it: `python mesh_step.py FOLDER` compiles few layers and saves the programs, for the
-tests; `python mesh_step.py --full` compiles all layers, prints a table and fails where something is
-wrong.
+is wrong with it.
+
+`python mesh_step.py FOLDER NAMES` compiles few layers and saves these programs, for the tests.
+`python mesh_step.py --full` compiles all layers, prints a table and fails where something is wrong.
 
 A Llama-3 70B is split over all four GPUs, and a Llama-3 8B that drafts for it is whole on each of
 them.
@@ -368,6 +369,9 @@ def full() -> int:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--full"]:
         sys.exit(full())
-    for name, setup in PROGRAMS.items():
-        compile_setup(pathlib.Path(sys.argv[1], name), setup)
-    compile_wrong(pathlib.Path(sys.argv[1], "mesh_wrong"))
+    for name in sys.argv[2:]:
+        folder = pathlib.Path(sys.argv[1], name)
+        if name == "mesh_wrong":
+            compile_wrong(folder)
+        else:
+            compile_setup(folder, PROGRAMS[name])

@@ -6,39 +6,25 @@ from collections import Counter
 
 import gate
 import pytest
-from decode_step import PROGRAMS
+from decode_step import PROGRAMS, broken
 
 GATES = dict.fromkeys(("rejection", "ngram"), "decode_step")
 GATES |= dict.fromkeys(("plain", "coupled", "eagle"), "decode_step_rest")
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if gate.endswith("_rest") else [])
-    for name, gate in GATES.items()
-]
+NAMES = gate.marked(GATES)
 # There two loops of one round or none stand for branches.
 ONE_LOOP = [name for name in NAMES if name.values != ("ngram",)]
+BROKEN = [*broken(), "logits_stacked"]
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    """Returns a function that returns a program by its name."""
-    folders, programs = {}, {}
-
-    def load(name: str) -> gate.Program:
-        group = GATES.get(name, "decode_step")
-        if group not in folders:
-            folders[group] = tmp_path_factory.mktemp(group)
-            run = gate.run(group, folders[group])
-            assert run.code == 0, run.out[-4000:]
-        if name not in programs:
-            programs[name] = gate.Program(folders[group] / name)
-        return programs[name]
-
-    return load
+def programs(tmp_path_factory):
+    gate_of = GATES | dict.fromkeys(BROKEN, "decode_step")
+    return gate.Gates(gate_of, gate.Program, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(params=NAMES)
-def program(request, load):
-    return load(request.param)
+def program(request, programs):
+    return programs[request.param]
 
 
 def test_every_program_has_its_gate():
@@ -54,22 +40,25 @@ def test_one_loop_holds_everything(program):
 
 
 @pytest.mark.parametrize("name", ONE_LOOP)
-def test_no_loop_is_inside_the_loop(name, load):
-    assert len(load(name).while_loops) == 1
+def test_no_loop_is_inside_the_loop(name, programs):
+    assert len(programs[name].while_loops) == 1
 
 
 @pytest.mark.parametrize("name", ONE_LOOP)
-def test_a_round_is_one_command_buffer(name, load):
+def test_a_round_is_one_command_buffer(name, programs):
     """One launch of a CUDA graph, with every kernel of ours in it."""
-    [loop] = load(name).thunks
+    [loop] = programs[name].thunks
     assert gate.kinds(loop.children) == ["kCommandBuffer"]
-    assert gate.kinds(loop.children[0].children).count("kCustomCall") == load(name).facts["kernels"]
+    assert (
+        gate.kinds(loop.children[0].children).count("kCustomCall")
+        == programs[name].facts["kernels"]
+    )
 
 
-def test_a_round_of_prompt_lookup_is_few_command_buffers(load):
+def test_a_round_of_prompt_lookup_is_few_command_buffers(programs):
     """The search, the pass with guesses, the pass without, what follows; a pass is a loop of one
     round or none."""
-    [loop] = load("ngram").thunks
+    [loop] = programs["ngram"].thunks
     assert gate.kinds(loop.children) == ["kCommandBuffer", "kWhile", "kWhile", "kCommandBuffer"]
     passes = [inner for inner in loop.children if inner.kind == "kWhile"]
     assert [gate.kinds(inner.children) for inner in passes] == [["kCommandBuffer"]] * 2
@@ -79,7 +68,7 @@ def test_a_round_of_prompt_lookup_is_few_command_buffers(load):
         for kind in gate.kinds(inner.children[0].children)
         if kind == "kCustomCall"
     ]
-    assert len(kernels) == load("ngram").facts["kernels"]
+    assert len(kernels) == programs["ngram"].facts["kernels"]
 
 
 def test_every_kernel_of_ours_is_called(program):
@@ -126,12 +115,12 @@ def test_nothing_goes_through_the_host(program):
     assert not program.leaves_the_device()
 
 
-def test_these_checks_notice(load):
+def test_these_checks_notice(programs):
     """Each loop that is wrong on purpose is caught by the check that is there for it, and the right
     one by none."""
 
     def faults(name):
-        program = load(name)
+        program = programs[name]
         written = program.written(program.facts["smallest_weight"])
         loops = [thunk for thunk in program.thunks if thunk.kind == "kWhile"]
         return {
@@ -150,5 +139,5 @@ def test_these_checks_notice(load):
     assert found("weight_converted") == {"weight"}
     assert found("loop_inside") == {"buffer"}
     assert "host" in found("through_host")
-    stacked = load("logits_stacked")
+    stacked = programs["logits_stacked"]
     assert beside_logits(stacked)[1] == Counter([2 * stacked.facts["smallest_logits"]])

@@ -9,25 +9,28 @@ import mesh_step
 import pytest
 from mesh_step import CHECKS, PROGRAMS
 
+GATES = {"mesh_h100": "mesh_step", "mesh_a100": "mesh_step_rest"}
+NAMES = gate.marked(GATES)
+
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mesh_step")
-    run = gate.run("mesh_step", folder)
-    assert run.code == 0, run.out[-4000:]
-    return {
-        path.parent.name: mesh_step.Program(path.parent) for path in folder.glob("*/facts.json")
-    }
+    gate_of = GATES | {"mesh_wrong": "mesh_step"}
+    return gate.Gates(gate_of, mesh_step.Program, tmp_path_factory.mktemp)
+
+
+def test_every_program_has_its_gate():
+    assert GATES.keys() == PROGRAMS.keys()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_wrong(name, check, programs):
     assert len(programs[name].instructions) > 50
     assert not check(programs[name])
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_command_buffers_reach_from_exchange_to_exchange(name, programs):
     """Beside them there are the exchanges, and a few small kernels that run meanwhile. With XLA's
     flag --xla_gpu_enable_command_buffer=+COLLECTIVES a round becomes one command buffer."""
@@ -50,6 +53,7 @@ def test_what_must_not_be_exchanged_is_noticed(programs):
     assert mesh_step.exchanges(wrong)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("check", "fact", "factor"),
     [
@@ -59,14 +63,13 @@ def test_what_must_not_be_exchanged_is_noticed(programs):
         (mesh_step.pools_in_place, "aliased_bytes", 0.99),
     ],
 )
-def test_other_sizes_are_noticed(check, fact, factor, programs, monkeypatch):
-    for name in PROGRAMS:
-        program = programs[name]
-        monkeypatch.setitem(program.facts, fact, factor * program.facts[fact])
-        assert check(program)
+def test_other_sizes_are_noticed(name, check, fact, factor, programs, monkeypatch):
+    program = programs[name]
+    monkeypatch.setitem(program.facts, fact, factor * program.facts[fact])
+    assert check(program)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_instruction_more_or_less_is_noticed(name, programs, monkeypatch):
     program, instructions = programs[name], programs[name].instructions
     reduce = next(

@@ -187,7 +187,7 @@ def largest_collective(text: str) -> int:
     return max(np.prod([int(n) for n in shape.split(",") if n], dtype=int) for shape in results)
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("mode", METHODS)
 def test_a_mesh_gives_the_result_of_one_device(shards, mode):
     """Verification under `shard_map`, with filters; no collective has the vocabulary's size."""
