@@ -125,8 +125,6 @@ def _run_contiguous(params, config: LlamaConfig, runtime: Runtime, tokens_BT, le
     positions_BT = length_B[:, None] + jnp.arange(T)
     rotation = llama.rotary(config, positions_BT)
     sequence_B1 = jnp.arange(B)[:, None]
-    S = cache["k_BKSH"][0].shape[2]
-    exists_1S = jnp.ones((1, S), bool)
     k_BKSH, v_BKSH = list(cache["k_BKSH"]), list(cache["v_BKSH"])
     x_BTD = llama.embed(params, runtime, tokens_BT)
     for i, layer in enumerate(params["layers"]):
@@ -134,7 +132,7 @@ def _run_contiguous(params, config: LlamaConfig, runtime: Runtime, tokens_BT, le
         q_BTNH, k_BTKH, v_BTKH = llama.qkv(attention, config, x_BTD, rotation)
         k_BKSH[i] = k_BKSH[i].at[sequence_B1, :, positions_BT].set(k_BTKH)
         v_BKSH[i] = v_BKSH[i].at[sequence_B1, :, positions_BT].set(v_BTKH)
-        a_BTNH = xla.attention(q_BTNH, k_BKSH[i], v_BKSH[i], exists_1S, length_B)
+        a_BTNH = xla.attention(q_BTNH, k_BKSH[i], v_BKSH[i], length_B, length_B + T)
         x_BTD = llama.out_residual(attention, a_BTNH, x_BTD, axes)
         h_BTF = llama.gate_up(mlp, config, x_BTD)
         x_BTD = llama.down_residual(mlp, h_BTF, x_BTD, axes)
