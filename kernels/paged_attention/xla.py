@@ -62,8 +62,8 @@ def _attend_in_blocks(
     """
     K, Z, H = k_pool.shape[1:]
     T, X = q_BTNH.shape[1], table_BX.shape[1]
-    # Slices of whole pages are copied at the speed of memory, which a gather is not on a CPU. Blocks
-    # do not depend on X, so that the width of the table does not change how anything is rounded.
+    # Slices of whole pages are copied at the speed of memory, which a gather is not on a CPU. The
+    # block does not depend on X, so that the width of the table does not change the rounding.
     block_pages = max(1, min(CPU_BLOCK // Z, CPU_BLOCK_PAGES))
     table_BX = jnp.pad(table_BX, ((0, 0), (0, -X % block_pages)))
     block = block_pages * Z

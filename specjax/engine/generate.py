@@ -229,8 +229,7 @@ def _run(
 ) -> tuple[DecodeState, float, float]:
     """Returns the final state, and the seconds of reading the prompts and of decoding."""
     mesh, params = target.mesh, target.params
-    num_tokens = config.drafter.num_tokens if config.drafter else 0
-    static = (str(target.config), config.verify, config.runtime.page_size, num_tokens)
+    static = (str(target.config), config.verify, config.runtime.page_size, config.num_tokens)
     parallel.check_alike((rows, prefill_chunk, static), mesh)
     tokens_BS, request = parallel.put(rows, mesh)
 
