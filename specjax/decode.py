@@ -340,13 +340,15 @@ def _read_prompts(
     def read_chunk(i, caches):
         cache, drafter_state = caches
         start_B = jnp.full_like(count_B, i * chunk_size)
+        chunk_count_B = jnp.clip(count_B - start_B, 0, chunk_size)
         read = _prefill(
             params,
             drafter_params,
             config,
             state.replace(cache=cache, drafter=drafter_state),
+            chunk_count_B > 0,
             start_B,
-            jnp.clip(count_B - start_B, 0, chunk_size),
+            chunk_count_B,
             chunk_size,
         )
         return read.cache, read.drafter
@@ -356,15 +358,23 @@ def _read_prompts(
 
 
 def _prefill(
-    params, drafter_params, config: DecodeConfig, state: DecodeState, start_B, count_B, T: int
+    params,
+    drafter_params,
+    config: DecodeConfig,
+    state: DecodeState,
+    takes_part_B,
+    start_B,
+    count_B,
+    T: int,
 ) -> DecodeState:
-    """Reads the `count_B` tokens of each row from `start_B` on, at most T of them.
+    """Reads the `count_B` tokens of some rows from `start_B` on, at most T of them.
 
     Target and drafter read them one after the other, so that hidden states of one chunk at most are
-    in memory. No logits are computed: the last token of a prompt is left to the decode loop. Rows
-    without tokens here take no part.
+    in memory. No logits are computed: the last token of a prompt is left to the decode loop. After
+    it, the caches of a row that takes part are those of a row that has read `start_B + count_B`
+    tokens, whatever the row did before.
     """
-    state_of_chunk = _with_rows(state, count_B > 0)
+    state_of_chunk = _with_rows(state, takes_part_B)
     context = _context(params, config, state_of_chunk)
     position_BT = start_B[:, None] + jnp.arange(T)
     tokens_BT = jnp.take_along_axis(state.tokens_BS, position_BT, axis=1, mode="clip")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from specjax import kv_cache
+from specjax import decode, kv_cache
 from specjax.config import Runtime
 from specjax.drafters import registry
 from specjax.drafters.base import Context
@@ -96,6 +96,9 @@ def check_unchanged(before, after, rows_B):
     jax.tree.map(check, before, after)
 
 
+PREFILL = jax.jit(decode._prefill, static_argnums=(2, 7))
+
+
 class TestEveryDrafter:
     @pytest.mark.parametrize(("name", "mode", "K", "page_size"), text_cases())
     def test_the_text_is_that_of_plain_decoding(self, name, mode, K, page_size):
@@ -164,8 +167,8 @@ class TestEveryDrafter:
         jax.tree.map(np.testing.assert_array_equal, state.log, whole.log)
 
     def test_rows_may_share_pages_in_any_order_of_a_larger_pool(self, name):
-        """Prompts with the same beginning, whose full pages are held once; all other pages of the
-        pool are NaN."""
+        """Prompts with the same beginning, whose full pages are held once. All rows but the first
+        read their prompts from there on, whatever they did before; all other pages are NaN."""
         beginning = np.random.default_rng(1).integers(0, 32, 9).tolist()
         prompts = [beginning + prompt for prompt in PROMPTS[:6]] * 2
         drafter, params = make_drafter(name, 3, TARGET, DRAFT)
@@ -175,23 +178,26 @@ class TestEveryDrafter:
         P, spare = state.cache.num_pages, 7
         order_P = np.random.default_rng(2).permutation(P + spare)[:P]
         table_BX = order_P[np.asarray(state.block_table_BX)]
-        shared = 8 // state.cache.page_size
-        copies = table_BX[1:, :shared].copy()
-        table_BX[1:, :shared] = table_BX[0, :shared]
+        own = table_BX[1:].copy()
+        table_BX[1:, : 8 // state.cache.page_size] = table_BX[0, : 8 // state.cache.page_size]
 
         def move(pool):
             moved = np.full((P + spare, *pool.shape[1:]), np.nan, pool.dtype)
             moved[order_P] = pool
-            moved[copies] = np.nan
+            moved[own] = np.nan
             return jnp.asarray(moved)
+
+        def change(x):
+            return move(x) if is_pool(x, P) else x.at[1:].set(41)
 
         state = state.replace(
             block_table_BX=jnp.asarray(table_BX, jnp.int32),
-            **jax.tree.map(
-                lambda x: move(x) if is_pool(x, P) else x,
-                dict(cache=state.cache, drafter=state.drafter),
-            ),
+            cache=jax.tree.map(change, state.cache),
+            drafter=jax.tree.map(change, state.drafter),
         )
+        is_new_B = np.arange(len(prompts)) > 0
+        start_B = jnp.full(len(prompts), 8)
+        state = PREFILL(*arguments, state, is_new_B, start_B, state.length_B - 1 - start_B, 20)
         state = GENERATE(*arguments, state)
         np.testing.assert_array_equal(state.tokens_BS, whole.state.tokens_BS)
         jax.tree.map(np.testing.assert_array_equal, state.log, whole.state.log)

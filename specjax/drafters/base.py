@@ -92,7 +92,8 @@ class Chunk(NamedTuple):
       tokens_BT: int32.
       start_B: int32, position of the first one. The tokens before it have been read earlier, by the
         drafter as well, or their pages are shared with a row for which they were.
-      count_B: int32, how many of the T tokens are real in each row; 0 where it takes no part.
+      count_B: int32, how many of the T tokens are real in each row. It may be 0: a row that takes
+        part then begins at `start_B`.
       aux_hidden_BTD: for each of `aux_layers` the target's residual stream.
     """
 
@@ -137,7 +138,7 @@ class Drafter:
         Args:
           params: the drafter's parameters.
           state: from `init`, or from the chunk before.
-          context: whole prompts; the rows with real tokens in the chunk take part.
+          context: whole prompts.
           chunk: what the target has just read.
         """
         return state

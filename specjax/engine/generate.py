@@ -145,9 +145,9 @@ def generate(
         raise SpecJAXError(
             "draft, num_speculative_tokens and drafter_options apply to a drafter given by name"
         )
-    S = rows.tokens_BS.shape[1]
-    if isinstance(page_size, int) and page_size > S:
-        page_size = S  # one page holds the whole sequence
+    num_positions = rows.tokens_BS.shape[1] + (drafter.num_tokens if drafter else 0)
+    if isinstance(page_size, int) and page_size > num_positions:
+        page_size = num_positions  # one page holds the whole sequence
     config = DecodeConfig(target.config, drafter, verify, target.runtime(page_size, implementation))
     chunk = batch.prefill_chunk(longest)
     progress = _Progress(target.tokenizer, rows.request, num_prompts, on_tokens, on_completion)
