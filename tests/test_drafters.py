@@ -75,6 +75,16 @@ def text_cases():
     return cases + marked
 
 
+def wait_cases():
+    """Each drafter, and none, in one way of verifying; the other one is slow."""
+    cases = []
+    for index, name in enumerate(["none", *NAMES]):
+        for offset, mode in enumerate(METHODS):
+            marks = [pytest.mark.slow] if (index + offset) % 2 else []
+            cases.append(pytest.param(name, mode, marks=marks))
+    return cases
+
+
 @pytest.fixture(params=NAMES)
 def name(request):
     return request.param
@@ -135,12 +145,13 @@ class TestEveryDrafter:
             emitted_BS.sum(axis=1), state.length_B - state.request.prompt_length_B
         )
 
-    @pytest.mark.parametrize("mode", METHODS)
+    @pytest.mark.parametrize(("name", "mode"), wait_cases())
     def test_rows_that_wait_for_pages_lose_nothing(self, name, mode):
         """The host grants pages bit by bit, at random. A row without room for a round waits, and
         nothing of it changes meanwhile. In the end texts and counts are those of a run that had
         all pages from the start."""
-        drafter, params = make_drafter(name, 3, TARGET, DRAFT)
+        K = 0 if name == "none" else 3
+        drafter, params = make_drafter(name, K, TARGET, DRAFT) if K else (None, None)
         options = dict(drafter=drafter, draft_params=params, max_new=MAX_NEW, verify=mode)
         whole = run(TARGET, PROMPTS, **options, **SAMPLING).state
         *arguments, state = prepare(TARGET, PROMPTS, **options, **SAMPLING)
@@ -157,10 +168,10 @@ class TestEveryDrafter:
             )
             before = jax.tree.map(np.array, state)
             state = GENERATE(*arguments, state)
-            paused_B = before.active_B & (before.length_B + 3 > pages_B * Z)
+            paused_B = before.active_B & (before.length_B + K > pages_B * Z)
             waits += (paused_B & (state.log.rounds_B > before.log.rounds_B).any()).sum()
             check_unchanged(before, state, paused_B)
-            fits_B = np.asarray(state.length_B) + 3 <= pages_B * Z
+            fits_B = np.asarray(state.length_B) + K <= pages_B * Z
             assert not (state.active_B & fits_B).any()
         assert waits > 20
         np.testing.assert_array_equal(state.tokens_BS, whole.tokens_BS)
