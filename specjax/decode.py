@@ -16,6 +16,14 @@ round
 `step` is one round. `generate` runs rounds until every row is done, or up to a given number: a
 caller that streams text calls it repeatedly, with the same compiled program and the same result.
 
+The device never allocates. A round writes positions length - 1 to length - 1 + M. A row whose pages
+do not hold them is *paused*: it takes no part and stays active, and it goes on, with the same text,
+when the host has given it pages between two calls:
+
+    state = state.replace(block_table_BX=..., capacity_B=...)
+
+`init` gives each row all pages that it can need, so that no row is ever paused.
+
 On a mesh every device runs all of this on its own shards (`parallel.on_mesh`), and communicates in
 `llama.forward`, sampling and verification. The devices of a sequence see the same drafts, noise and
 reduced numbers, and so make the same decisions; those of other sequences do not wait for them.
@@ -33,7 +41,7 @@ from flax import struct
 
 from specjax import kv_cache, lax_utils, llama, parallel, sampling
 from specjax.config import LlamaConfig, Runtime
-from specjax.drafters.base import Context, Draft, Drafter
+from specjax.drafters.base import Chunk, Context, Draft, Drafter
 from specjax.errors import SpecJAXError
 from specjax.kv_cache import PagedKVCache
 from specjax.lax_utils import with_standard_promotion
@@ -86,6 +94,11 @@ class DecodeConfig:
         """Target layers whose residual streams the drafter reads."""
         return self.drafter.aux_layers if self.drafter else ()
 
+    @property
+    def num_tokens(self) -> int:
+        """M, drafts in a round; 0 without a drafter."""
+        return self.drafter.num_tokens if self.drafter else 0
+
 
 @struct.dataclass
 class RequestArrays:
@@ -133,6 +146,9 @@ class DecodeState:
       tokens_BS: int32, prompt and output.
       length_B: int32, committed tokens of each row.
       active_B: bool, rows that still generate.
+      block_table_BX: int32, pages of each row, in all pools of the state, see `kv_cache`.
+      capacity_B: int32, how many of the first positions of each row have pages. Both may be
+        replaced between calls. Rows may share pages that lie before the pending token.
       failed_B: bool, rows that ended because the target's logits at position `length_B` were NaN,
         or all -inf.
       cache: the target's keys and values.
@@ -147,6 +163,8 @@ class DecodeState:
     tokens_BS: jax.Array
     length_B: jax.Array
     active_B: jax.Array
+    block_table_BX: jax.Array
+    capacity_B: jax.Array
     failed_B: jax.Array
     cache: PagedKVCache
     drafter: Any
@@ -205,7 +223,7 @@ def generate(
     state: DecodeState,
     max_rounds: jax.Array | None = None,
 ) -> DecodeState:
-    """Runs rounds until every row is done, in one `lax.while_loop`.
+    """Runs rounds until every row is done or paused, in one `lax.while_loop`.
 
     Donate `state` when you jit it: the key/value pools are then updated in place.
 
@@ -225,16 +243,16 @@ def generate(
     """
 
     def loop(params, drafter_params, max_rounds, state):
-        def is_unfinished(carry):
+        def goes_on(carry):
             state, rounds = carry
-            any_active = jnp.any(state.active_B)
-            return any_active if max_rounds is None else any_active & (rounds < max_rounds)
+            any_runnable = jnp.any(_is_runnable(config, state))
+            return any_runnable if max_rounds is None else any_runnable & (rounds < max_rounds)
 
         def run_round(carry):
             state, rounds = carry
             return _step(params, drafter_params, config, state), rounds + 1
 
-        state, _ = jax.lax.while_loop(is_unfinished, run_round, (state, jnp.int32(0)))
+        state, _ = jax.lax.while_loop(goes_on, run_round, (state, jnp.int32(0)))
         return state
 
     def in_specs(params, drafter_params, max_rounds, state):
@@ -247,7 +265,7 @@ def generate(
 
 @with_standard_promotion
 def step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> DecodeState:
-    """Runs one round: every active row gets between 1 and M + 1 new tokens.
+    """Runs one round: every active row that is not paused gets between 1 and M + 1 new tokens.
 
     Arguments and errors as for `generate`.
     """
@@ -292,29 +310,17 @@ def _init(params, drafter_params, config, tokens_BS, request, prefill_chunk: int
         prompt_length_B=jnp.copy(length_B),
         max_length_B=jnp.minimum(request.max_length_B, S),
     )
-    active_B = length_B < request.max_length_B
-    cache = llama.init_cache(config.target, runtime, B, S)
-    cache, aux_hidden_BSD = llama.prefill(
-        params,
-        config.target,
-        runtime,
-        tokens_BS,
-        length_B - 1,
-        cache,
-        prefill_chunk,
-        aux_layers=config.aux_layers,
-    )
-    drafter_state = ()
-    if config.drafter:
-        context = Context(tokens_BS, length_B, active_B, params, config.target, runtime)
-        drafter_state = config.drafter.init(drafter_params, context, aux_hidden_BSD, prefill_chunk)
-    return DecodeState(
+    block_table_BX = kv_cache.in_order(B, S + config.num_tokens, runtime.page_size)
+    X = block_table_BX.shape[1]
+    state = DecodeState(
         tokens_BS=tokens_BS,
         length_B=length_B,
-        active_B=active_B,
+        active_B=length_B < request.max_length_B,
+        block_table_BX=block_table_BX,
+        capacity_B=jnp.full(B, X * runtime.page_size, jnp.int32),
         failed_B=jnp.zeros(B, bool),
-        cache=cache,
-        drafter=drafter_state,
+        cache=llama.init_cache(config.target, runtime, B * X),
+        drafter=(),
         request=request,
         log=RoundLog(
             rounds_B=jnp.zeros(B, jnp.int32),
@@ -325,6 +331,79 @@ def _init(params, drafter_params, config, tokens_BS, request, prefill_chunk: int
         ),
         logprobs_BS=jnp.zeros((B, S), jnp.float32) if config.logprobs else None,
     )
+    if config.drafter:
+        context = _context(params, config, state)
+        state = state.replace(drafter=config.drafter.init(drafter_params, context))
+    return _read_prompts(params, drafter_params, config, state, prefill_chunk)
+
+
+def _read_prompts(
+    params, drafter_params, config: DecodeConfig, state: DecodeState, chunk_size: int
+) -> DecodeState:
+    """Reads the prompts up to the last token but one, `chunk_size` tokens at a time.
+
+    One loop serves every prompt length, so that only S and the chunk decide what is compiled.
+    """
+    count_B = state.length_B - 1
+    num_chunks = -(-jnp.max(count_B) // chunk_size)
+
+    def read_chunk(i, caches):
+        cache, drafter_state = caches
+        start_B = jnp.full_like(count_B, i * chunk_size)
+        chunk_count_B = jnp.clip(count_B - start_B, 0, chunk_size)
+        read = _prefill(
+            params,
+            drafter_params,
+            config,
+            state.replace(cache=cache, drafter=drafter_state),
+            chunk_count_B > 0,
+            start_B,
+            chunk_count_B,
+            chunk_size,
+        )
+        return read.cache, read.drafter
+
+    caches = jax.lax.fori_loop(0, num_chunks, read_chunk, (state.cache, state.drafter))
+    return state.replace(cache=caches[0], drafter=caches[1])
+
+
+def _prefill(
+    params,
+    drafter_params,
+    config: DecodeConfig,
+    state: DecodeState,
+    takes_part_B,
+    start_B,
+    count_B,
+    T: int,
+) -> DecodeState:
+    """Reads the `count_B` tokens of some rows from `start_B` on, at most T of them.
+
+    Target and drafter read them one after the other, so that hidden states of one chunk at most are
+    in memory. No logits are computed: the last token of a prompt is left to the decode loop. After
+    it, the caches of a row that takes part are those of a row that has read `start_B + count_B`
+    tokens, whatever the row did before.
+    """
+    state_of_chunk = _with_rows(state, takes_part_B)
+    context = _context(params, config, state_of_chunk)
+    position_BT = start_B[:, None] + jnp.arange(T)
+    tokens_BT = jnp.take_along_axis(state.tokens_BS, position_BT, axis=1, mode="clip")
+    # Rows that end earlier write undefined values beyond their length, or nowhere.
+    output = llama.forward(
+        params,
+        config.target,
+        config.runtime,
+        tokens_BT,
+        start_B,
+        context.block_table_BX,
+        state.cache,
+        aux_layers=config.aux_layers,
+    )
+    drafter_state = state.drafter
+    if config.drafter:
+        chunk = Chunk(tokens_BT, start_B, count_B, output.aux_hidden)
+        drafter_state = config.drafter.prefill(drafter_params, drafter_state, context, chunk)
+    return state.replace(cache=output.cache, drafter=drafter_state)
 
 
 def _param_specs(params, drafter_params):
@@ -356,16 +435,38 @@ class Checked(NamedTuple):
 
 
 def _step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> DecodeState:
+    before, takes_part_B = state, _is_runnable(config, state)
+    state = _with_rows(state, takes_part_B)
     draft, always_drafts, state = _propose(params, drafter_params, config, state)
     checked = _forward_and_verify(params, config, state, draft, always_drafts)
-    state = _commit(state, draft, checked)
-    return _update(params, drafter_params, config, state, checked)
+    committed = _commit(state, draft, checked)
+    # The drafter of a row that ends here sees the outcome too: its pages may outlive the row.
+    state = committed.replace(active_B=takes_part_B)
+    state = _update(params, drafter_params, config, state, checked)
+    is_paused_B = before.active_B & ~takes_part_B
+    return state.replace(
+        active_B=committed.active_B | is_paused_B, block_table_BX=before.block_table_BX
+    )
+
+
+def _is_runnable(config: DecodeConfig, state: DecodeState) -> jax.Array:
+    """Returns which rows are active and have pages for all that a round may write."""
+    return state.active_B & (state.length_B + config.num_tokens <= state.capacity_B)
+
+
+def _with_rows(state: DecodeState, takes_part_B: jax.Array) -> DecodeState:
+    """Returns the state in which the other rows are inactive and have no pages.
+
+    Nothing is then written for them, wherever their pages are, and attention costs them nothing.
+    """
+    table_BX = jnp.where(takes_part_B[:, None], state.block_table_BX, state.cache.num_pages)
+    return state.replace(active_B=takes_part_B, block_table_BX=table_BX)
 
 
 def _propose(
     params, drafter_params, config: DecodeConfig, state: DecodeState
 ) -> tuple[Draft, bool, DecodeState]:
-    """Returns the draft, whether all rows always have drafts, and the state with pages for it.
+    """Returns the draft, whether all rows always have drafts, and the state.
 
     The second value is static; where it is true, no choice needs to be compiled.
     """
@@ -382,9 +483,7 @@ def _propose(
         draft = draft._replace(tokens_BM=agreed[0], count_B=agreed[1])
     always_drafts = draft.count_B is None
     draft = draft._replace(count_B=_num_to_verify(state, draft))
-    num_positions_B = jnp.where(state.active_B, state.length_B + draft.count_B, 0)
-    cache = kv_cache.reserve(state.cache, num_positions_B)
-    return draft, always_drafts, state.replace(cache=cache, drafter=drafter_state)
+    return draft, always_drafts, state.replace(drafter=drafter_state)
 
 
 def _sample_draft(config: DecodeConfig, arrays: SamplingArrays, logits_BV, position_B):
@@ -436,6 +535,7 @@ def _forward_and_verify(
             config.runtime,
             jnp.concatenate([pending_B1, first_BM], axis=1),
             state.length_B - 1,
+            state.block_table_BX,
             cache,
             aux_layers=config.aux_layers,
         )
@@ -503,7 +603,7 @@ def _pad_tokens(x_BT, padding: int):
 
 
 def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
-    """Returns the state with the emitted tokens, and with the pages of finished rows released."""
+    """Returns the state with the emitted tokens."""
     verified = checked.verified
     emitted_B, is_stop_B, is_failure_B = _num_emitted(state, verified)
     B, S = state.tokens_BS.shape
@@ -522,7 +622,7 @@ def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
         length_B=length_B,
         active_B=active_B,
         failed_B=state.failed_B | is_failure_B,
-        cache=kv_cache.release(checked.cache, ~active_B),
+        cache=checked.cache,
         log=_logged(state, draft, verified, emitted_B),
         logprobs_BS=logprobs_BS,
     )
@@ -579,7 +679,9 @@ def _context(params, config: DecodeConfig, state: DecodeState) -> Context:
         tokens_BS=state.tokens_BS,
         length_B=state.length_B,
         active_B=state.active_B,
+        block_table_BX=state.block_table_BX,
         target_params=params,
+        num_pages=state.cache.num_pages,
         target_config=config.target,
         runtime=config.runtime,
     )

@@ -109,12 +109,16 @@ class Locations(NamedTuple):
     start_B: jax.Array
 
 
-def locate(config: LlamaConfig, cache: PagedKVCache, start_B: jax.Array, T: int) -> Locations:
+def locate(
+    config: LlamaConfig, cache: PagedKVCache, block_table_BX: jax.Array, start_B: jax.Array, T: int
+) -> Locations:
     """Returns the locations of T new tokens of each sequence, from position `start_B` on."""
     positions_BT = start_B[:, None] + jnp.arange(T)
-    page_BT, offset_BT = kv_cache.locate(cache, positions_BT)
+    page_BT, offset_BT = kv_cache.locate(
+        block_table_BX, positions_BT, cache.page_size, cache.num_pages
+    )
     rotation = rotary(config, positions_BT)
-    return Locations(rotation, page_BT, offset_BT, cache.block_table_BX, start_B)
+    return Locations(rotation, page_BT, offset_BT, block_table_BX, start_B)
 
 
 @with_standard_promotion
@@ -124,6 +128,7 @@ def forward(
     runtime: Runtime,
     tokens_BT: jax.Array,
     start_B: jax.Array,
+    block_table_BX: jax.Array,
     cache: PagedKVCache,
     *,
     aux_layers: tuple[int, ...] = (),
@@ -146,11 +151,13 @@ def forward(
       tokens_BT: int32 `[B, T]`.
       start_B: int32 `[B]`; -1 makes the first token a placeholder that sees nothing and is written
         nowhere.
-      cache: pages must be reserved for the positions that matter (`kv_cache.reserve`).
+      block_table_BX: int32 `[B, X]`, pages of each sequence, see `kv_cache`. Sequences may share
+        pages of earlier positions, but not those that are written here.
+      cache: the pools.
       aux_layers: layers after which to return the residual stream (static); the first layer is 0.
       role: "target" or "draft": over which mesh axes the model is split (static).
     """
-    locations = locate(config, cache, start_B, tokens_BT.shape[1])
+    locations = locate(config, cache, block_table_BX, start_B, tokens_BT.shape[1])
     k_pools, v_pools, aux_hidden = list(cache.k_PKZH), list(cache.v_PKZH), {}
     x_BTD = embed(params, runtime, tokens_BT, role)
     for i, layer in enumerate(params["layers"]):
@@ -165,7 +172,7 @@ def forward(
 
 
 # Jitted on its own so that it is traced once, not once per layer; XLA inlines it.
-@functools.partial(jax.jit, static_argnames=("config", "runtime", "role"))
+@functools.partial(jax.jit, static_argnames=("config", "runtime", "role", "first_position"))
 def decoder_layer(
     layer,
     config: LlamaConfig,
@@ -175,6 +182,7 @@ def decoder_layer(
     k_pool: jax.Array,
     v_pool: jax.Array,
     locations: Locations,
+    first_position: int = 0,
 ):
     """One decoder layer over a paged cache.
 
@@ -187,6 +195,7 @@ def decoder_layer(
       k_pool: keys of the layer, `[P, K, Z, H]`.
       v_pool: values of the layer, `[P, K, Z, H]`.
       locations: locations of the new tokens.
+      first_position: the first position that is attended to (static).
 
     Returns:
       The residual stream after it, and both pools with the new keys and values.
@@ -202,6 +211,7 @@ def decoder_layer(
         v_pool,
         locations.block_table_BX,
         locations.start_B,
+        first_position=first_position,
         implementation=runtime.implementation,
     )
     x_BTD = out_residual(attention, a_BTNH, x_BTD, axes)
@@ -326,65 +336,18 @@ def check_implementation(config: LlamaConfig, runtime: Runtime) -> None:
 
 
 def init_cache(
-    config: LlamaConfig, runtime: Runtime, batch_size: int, max_seq_len: int, role: str = "target"
+    config: LlamaConfig, runtime: Runtime, num_pages: int, role: str = "target"
 ) -> PagedKVCache:
-    """Returns an empty cache for a model, or for this device's shard of it; see `kv_cache.init`."""
-    return kv_cache.init(
-        config,
-        batch_size,
-        max_seq_len,
-        page_size=runtime.page_size,
-        num_kv_heads=config.num_kv_heads // parallel.degree(runtime.mesh, role),
-        dtype=runtime.dtype,
-    )
-
-
-@with_standard_promotion
-def prefill(
-    params,
-    config: LlamaConfig,
-    runtime: Runtime,
-    tokens_BS: jax.Array,
-    count_B: jax.Array,
-    cache: PagedKVCache,
-    chunk_size: int,
-    *,
-    aux_layers: tuple[int, ...] = (),
-    role: str = "target",
-) -> tuple[PagedKVCache, tuple[jax.Array, ...]]:
-    """Reads the first `count_B` tokens of each row into an empty cache, `chunk_size` at a time.
-
-    One loop serves every prompt length, so that only S and the chunk decide what is compiled. No
-    logits are computed: the last token of a prompt is left to the decode loop.
-
-    Returns:
-      The cache, and for each of `aux_layers` the residual stream after it, `[B, S, D]`, which is
-      undefined from `count_B` on.
+    """Returns empty pools for a model, or for this device's shard of it; see `kv_cache.init`.
 
     Raises:
       SpecJAXError: for an implementation that cannot run this model here.
     """
     check_implementation(config, runtime)
-    B, S = tokens_BS.shape
-    cache = kv_cache.reserve(cache, count_B)
-    num_chunks = -(-jnp.max(count_B) // chunk_size)
-    padded_BS = jnp.pad(tokens_BS, ((0, 0), (0, -S % chunk_size)))
-    hidden_shape = (*padded_BS.shape, config.hidden_size)
-    aux_hidden_BSD = tuple(jnp.zeros(hidden_shape, runtime.dtype) for _ in aux_layers)
-
-    def read_chunk(i, carry):
-        cache, aux_hidden_BSD = carry
-        start = i * chunk_size
-        chunk_BT = jax.lax.dynamic_slice_in_dim(padded_BS, start, chunk_size, axis=1)
-        start_B = jnp.full((B,), start)
-        # Rows that end earlier write undefined values beyond their length, or nowhere.
-        output = forward(
-            params, config, runtime, chunk_BT, start_B, cache, aux_layers=aux_layers, role=role
-        )
-        updated = []
-        for old, new in zip(aux_hidden_BSD, output.aux_hidden, strict=True):
-            updated.append(jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1))
-        return output.cache, tuple(updated)
-
-    cache, aux_hidden_BSD = jax.lax.fori_loop(0, num_chunks, read_chunk, (cache, aux_hidden_BSD))
-    return cache, tuple(hidden_BSD[:, :S] for hidden_BSD in aux_hidden_BSD)
+    return kv_cache.init(
+        config,
+        num_pages,
+        page_size=runtime.page_size,
+        num_kv_heads=config.num_kv_heads // parallel.degree(runtime.mesh, role),
+        dtype=runtime.dtype,
+    )

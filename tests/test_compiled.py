@@ -89,7 +89,7 @@ def test_one_loop_holds_everything(compiled):
 def test_no_pool_is_copied(compiled):
     """A pool that is copied costs more with every position of the cache, used or not."""
     _, args, _, instructions = compiled
-    is_pool = lambda x: x.ndim == 4  # noqa: E731
+    is_pool = lambda x: x.ndim > 2  # noqa: E731
     pools = {x.shape for x in jax.tree.leaves((args[3].cache, args[3].drafter)) if is_pool(x)}
     assert any(dims in pools for _, _, dims, _ in instructions)
     copies = [
@@ -141,10 +141,10 @@ def test_every_buffer_of_the_state_is_donated(compiled):
     )[1]
     leaves = jax.tree.leaves(args[3])
     assert len(re.findall(r"(?:may|must)-alias", aliases)) == len(leaves)
-    where = {x.unsafe_buffer_pointer() for x in leaves if x.ndim == 4}
+    where = {x.unsafe_buffer_pointer() for x in leaves if x.ndim > 2}
     state = GENERATE(*args)
     assert all(x.is_deleted() for x in leaves)
-    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.ndim == 4} == where
+    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.ndim > 2} == where
 
 
 def test_the_callers_own_arrays_survive(compiled):

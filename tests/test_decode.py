@@ -319,9 +319,11 @@ def test_cutting_the_loop_into_calls_changes_nothing():
 
 
 NEXT_LOGITS = jax.jit(
-    lambda params, config, tokens_BT, start_B, cache: llama.logits(
+    lambda params, config, tokens_BT, start_B, table_BX, cache: llama.logits(
         params,
-        llama.forward(params, config, Runtime(page_size=4), tokens_BT, start_B, cache).hidden_BTD,
+        llama.forward(
+            params, config, Runtime(page_size=4), tokens_BT, start_B, table_BX, cache
+        ).hidden_BTD,
     )[:, -1],
     static_argnums=1,
 )
@@ -344,68 +346,71 @@ def test_both_caches_equal_a_fresh_computation_after_every_round():
         last_B2 = np.take_along_axis(
             np.asarray(state.tokens_BS), np.maximum(length_B[:, None] + [-2, -1], 0), axis=1
         )
-        positions_B = jnp.where(state.active_B, state.length_B, 0)
+        read_B = np.asarray(state.drafter.read_B)[alive]
+        assert ((length_B[alive] - 2 <= read_B) & (read_B < length_B[alive])).all()
         # What drafters read again is two tokens; what the target reads, one.
-        for model, cache, again in ((TARGET, state.cache, 1), (DRAFT, state.drafter, 2)):
+        for model, cache, again in ((TARGET, state.cache, 1), (DRAFT, state.drafter.cache, 2)):
             logits_BV = NEXT_LOGITS(
                 model.params,
                 model.config,
                 last_B2[:, 2 - again :],
                 state.length_B - again,
-                kv_cache.reserve(cache, positions_B),
+                state.block_table_BX,
+                cache,
             )
             expected_BV = full_logits(model, state.tokens_BS)[row_B, length_B - 1]
             np.testing.assert_allclose(np.asarray(logits_BV)[alive], expected_BV[alive], atol=2e-5)
     assert rejections > 20
 
 
-def poisoned(cache, length_B):
+def poisoned(cache, table_BX, length_B):
     """NaN in every position but those of the tokens that are committed and read."""
-    page_size, num_pages = cache.page_size, len(cache.free_P)
-    read = np.zeros((num_pages, page_size), bool)
-    for pages, length in zip(np.asarray(cache.block_table_BX), np.asarray(length_B), strict=True):
+    page_size = cache.page_size
+    read = np.zeros((cache.num_pages, page_size), bool)
+    for pages, length in zip(np.asarray(table_BX), np.asarray(length_B), strict=True):
         for position in range(length):
-            if pages[position // page_size] < num_pages:
-                read[pages[position // page_size], position % page_size] = True
+            read[pages[position // page_size], position % page_size] = True
     keep = jnp.asarray(read)[:, None, :, None]
     poison = lambda pools: [jnp.where(keep, pool, jnp.nan) for pool in pools]  # noqa: E731
     return cache.replace(k_PKZH=poison(cache.k_PKZH), v_PKZH=poison(cache.v_PKZH))
 
 
-def test_nothing_of_free_pages_and_stale_positions_comes_out():
+def test_nothing_of_unused_pages_and_stale_positions_comes_out():
     options = speculative("rejection")
     whole = run(TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options)
     params, draft_params, config, state = prepare(
         TARGET, PROMPTS, max_new=MAX_NEW, **SAMPLING, **options
     )
     while state.active_B.any():
-        # The target has read all but the last committed token; the draft model may lack the one
-        # before, too.
+        # The target has read all but the last committed token; the draft model says what it has.
+        table_BX, drafter = state.block_table_BX, state.drafter
         state = state.replace(
-            cache=poisoned(state.cache, state.length_B - 1),
-            drafter=poisoned(state.drafter, state.length_B - 2),
+            cache=poisoned(state.cache, table_BX, state.length_B - 1),
+            drafter=drafter.replace(cache=poisoned(drafter.cache, table_BX, drafter.read_B)),
         )
         state = GENERATE(params, draft_params, config, state, jnp.int32(1))
     assert result(state).emitted == whole.emitted
 
 
-def test_all_pages_are_free_when_all_rows_are_done(greedy):
-    for options in (
-        dict(),
-        speculative("rejection"),
-        dict(drafter=oracle(5), draft_params=oracle_params(greedy)),
-    ):
-        state = run(TARGET, PROMPTS, max_new=30, **options).state
-        caches = [state.cache] + (
-            [state.drafter] if isinstance(state.drafter, kv_cache.PagedKVCache) else []
-        )
-        for cache in caches:
-            assert (
-                int(cache.num_free)
-                == len(cache.free_P)
-                == len(set(np.asarray(cache.free_P).tolist()))
-            )
-            assert (cache.block_table_BX == len(cache.free_P)).all()
+def test_prompts_are_read_as_one_pass_reads_them():
+    """Every cached key and value, for prompts that end before, on and after the edges of pages and
+    chunks, with nothing lost between chunks."""
+    prompts = [np.random.default_rng(n).integers(0, 32, n).tolist() for n in range(1, 21)]
+    options = speculative("rejection")
+    states = []
+    for chunk in (8, CAPACITY):
+        states.append(prepare(TARGET, prompts, prefill_chunk=chunk, **options)[-1])
+    read_BS = np.arange(CAPACITY) < np.array([len(prompt) - 1 for prompt in prompts])[:, None]
+    positions_BS = jnp.tile(jnp.arange(CAPACITY), (len(prompts), 1))
+    table_BX, cache = states[0].block_table_BX, states[0].cache
+    located = kv_cache.locate(table_BX, positions_BS, cache.page_size, cache.num_pages)
+    page, offset = (np.asarray(x)[read_BS] for x in located)
+    for find in (lambda state: state.cache, lambda state: state.drafter.cache):
+        for a, b in zip(*(jax.tree.leaves(find(state)) for state in states), strict=True):
+            a, b = np.asarray(a)[page, :, offset], np.asarray(b)[page, :, offset]
+            assert (a != 0).any(-1).all()
+            np.testing.assert_allclose(a, b, atol=2e-5)
+    np.testing.assert_array_equal(states[0].drafter.read_B, read_BS.sum(1))
 
 
 @pytest.mark.parametrize(("page_size", "prefill_chunk"), [(8, 8), (3, 5)])
@@ -642,12 +647,10 @@ def test_the_functional_api_works_under_strict_settings(name):
         state = decode.init(params, draft_params, config, tokens_BS, request, 8)
         state = decode.step(params, draft_params, config, state)
         state = decode.generate(params, draft_params, config, state)
-        cache = llama.init_cache(config.target, config.runtime, B, CAPACITY)
-        cache, _ = llama.prefill(
-            params, config.target, config.runtime, tokens_BS, state.length_B, cache, 8
-        )
+        table_BX = kv_cache.in_order(B, CAPACITY + 2, config.runtime.page_size)
+        cache = llama.init_cache(config.target, config.runtime, table_BX.size)
         output = llama.forward(
-            params, config.target, config.runtime, tokens_BS[:, :2], state.length_B, cache
+            params, config.target, config.runtime, tokens_BS[:, :2], state.length_B, table_BX, cache
         )
         return state, llama.logits(params, output.hidden_BTD)
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import kv_cache
+from specjax import decode, kv_cache
 from specjax.config import Runtime
 from specjax.drafters import registry
 from specjax.drafters.base import Context
 from specjax.errors import SpecJAXError
 from specjax.verify import METHODS
 from support.distributions import chi_square_p, reference_distribution
-from support.loop import compilations, run
+from support.loop import GENERATE, compilations, prepare, run
 from support.models import full_logits, make_drafter, similar, tiny, tiny_head
 
 TARGET, DRAFT = tiny(6), similar(6)
@@ -45,7 +45,7 @@ def plain():
     return run(TARGET, PROMPTS, max_new=MAX_NEW, page_size=48, **SAMPLING)
 
 
-NAMES = [*registry.names(), "ngram,eagle"]
+NAMES = [*registry.names(), "ngram,eagle", "ngram,draft_model"]
 SIZES = [(3, 4), (2, 3)]  # K and page size
 
 
@@ -62,9 +62,38 @@ def text_cases():
     return cases + marked
 
 
+def wait_cases():
+    """Each drafter, and none, in one way of verifying; the other one is slow."""
+    cases = []
+    for index, name in enumerate(["none", *NAMES]):
+        for offset, mode in enumerate(METHODS):
+            marks = [pytest.mark.slow] if (index + offset) % 2 else []
+            cases.append(pytest.param(name, mode, marks=marks))
+    return cases
+
+
 @pytest.fixture(params=NAMES)
 def name(request):
     return request.param
+
+
+def is_pool(x, num_pages):
+    return x.ndim > 2 and x.shape[0] == num_pages
+
+
+def check_unchanged(before, after, rows_B):
+    """Everything that a state has of some rows is as it was, bit for bit."""
+    P, pages = before.cache.num_pages, before.block_table_BX[rows_B]
+    pages = pages[pages < P]
+
+    def check(a, b):
+        chosen = pages if is_pool(a, P) else rows_B
+        np.testing.assert_array_equal(a[chosen], np.asarray(b)[chosen])
+
+    jax.tree.map(check, before, after)
+
+
+PREFILL = jax.jit(decode._prefill, static_argnums=(2, 7))
 
 
 class TestEveryDrafter:
@@ -103,16 +132,73 @@ class TestEveryDrafter:
             emitted_BS.sum(axis=1), state.length_B - state.request.prompt_length_B
         )
 
-    def test_its_caches_are_empty_when_all_rows_are_done(self, name):
+    @pytest.mark.parametrize(("name", "mode"), wait_cases())
+    def test_rows_that_wait_for_pages_lose_nothing(self, name, mode):
+        """The host grants pages bit by bit, at random. A row without room for a round waits, and
+        nothing of it changes meanwhile. In the end texts and counts are those of a run that had
+        all pages from the start."""
+        K = 0 if name == "none" else 3
+        drafter, params = make_drafter(name, K, TARGET, DRAFT) if K else (None, None)
+        options = dict(drafter=drafter, draft_params=params, max_new=MAX_NEW, verify=mode)
+        whole = run(TARGET, PROMPTS, **options, **SAMPLING).state
+        *arguments, state = prepare(TARGET, PROMPTS, **options, **SAMPLING)
+        rng, Z, P = np.random.default_rng(0), state.cache.page_size, state.cache.num_pages
+        table_BX = np.asarray(state.block_table_BX)
+        pages_B = -(-np.asarray(state.length_B) // Z)  # of the prompts
+        waits = 0
+        while state.active_B.any():
+            pages_B = np.minimum(pages_B + rng.integers(0, 2, B), table_BX.shape[1])
+            held_BX = np.arange(table_BX.shape[1]) < pages_B[:, None]
+            state = state.replace(
+                block_table_BX=jnp.asarray(np.where(held_BX, table_BX, P), jnp.int32),
+                capacity_B=jnp.asarray(pages_B * Z, jnp.int32),
+            )
+            before = jax.tree.map(np.array, state)
+            state = GENERATE(*arguments, state)
+            paused_B = before.active_B & (before.length_B + K > pages_B * Z)
+            waits += (paused_B & (state.log.rounds_B > before.log.rounds_B).any()).sum()
+            check_unchanged(before, state, paused_B)
+            fits_B = np.asarray(state.length_B) + K <= pages_B * Z
+            assert not (state.active_B & fits_B).any()
+        assert waits > 20
+        np.testing.assert_array_equal(state.tokens_BS, whole.tokens_BS)
+        jax.tree.map(np.testing.assert_array_equal, state.log, whole.log)
+
+    def test_rows_may_share_pages_in_any_order_of_a_larger_pool(self, name):
+        """Prompts with the same beginning, whose full pages are held once. All rows but the first
+        read their prompts from there on, whatever they did before; all other pages are NaN."""
+        beginning = np.random.default_rng(1).integers(0, 32, 9).tolist()
+        prompts = [beginning + prompt for prompt in PROMPTS[:6]] * 2
         drafter, params = make_drafter(name, 3, TARGET, DRAFT)
-        state = run(
-            TARGET, PROMPTS, drafter=drafter, draft_params=params, max_new=MAX_NEW, **SAMPLING
-        ).state
-        is_cache = lambda x: isinstance(x, kv_cache.PagedKVCache)  # noqa: E731
-        for cache in filter(
-            is_cache, jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)
-        ):
-            assert int(cache.num_free) == len(cache.free_P)
+        options = dict(drafter=drafter, draft_params=params, max_new=22, **SAMPLING)
+        whole = run(TARGET, prompts, **options)
+        *arguments, state = prepare(TARGET, prompts, **options)
+        P, spare = state.cache.num_pages, 7
+        order_P = np.random.default_rng(2).permutation(P + spare)[:P]
+        table_BX = order_P[np.asarray(state.block_table_BX)]
+        own = table_BX[1:].copy()
+        table_BX[1:, : 8 // state.cache.page_size] = table_BX[0, : 8 // state.cache.page_size]
+
+        def move(pool):
+            moved = np.full((P + spare, *pool.shape[1:]), np.nan, pool.dtype)
+            moved[order_P] = pool
+            moved[own] = np.nan
+            return jnp.asarray(moved)
+
+        def change(x):
+            return move(x) if is_pool(x, P) else x.at[1:].set(41)
+
+        state = state.replace(
+            block_table_BX=jnp.asarray(table_BX, jnp.int32),
+            cache=jax.tree.map(change, state.cache),
+            drafter=jax.tree.map(change, state.drafter),
+        )
+        is_new_B = np.arange(len(prompts)) > 0
+        start_B = jnp.full(len(prompts), 8)
+        state = PREFILL(*arguments, state, is_new_B, start_B, state.length_B - 1 - start_B, 20)
+        state = GENERATE(*arguments, state)
+        np.testing.assert_array_equal(state.tokens_BS, whole.state.tokens_BS)
+        jax.tree.map(np.testing.assert_array_equal, state.log, whole.state.log)
 
     def test_a_second_call_compiles_nothing_and_the_same_seed_gives_the_same_text(self, name):
         drafter, params = make_drafter(name, 3, TARGET, DRAFT)
@@ -312,12 +398,14 @@ def test_prompt_lookup_equals_its_description(alphabet, min_n, max_n):
     tokens_BS = rng.integers(0, alphabet, (rows, S), np.int32)
     length_B = rng.integers(1, S + 1, rows, np.int32)
     context = Context(
-        jnp.asarray(tokens_BS),
-        jnp.asarray(length_B),
-        jnp.ones(rows, bool),
-        None,
-        TARGET.config,
-        Runtime(),
+        tokens_BS=jnp.asarray(tokens_BS),
+        length_B=jnp.asarray(length_B),
+        active_B=jnp.ones(rows, bool),
+        block_table_BX=kv_cache.in_order(rows, S, Runtime().page_size),
+        target_params=None,
+        num_pages=rows,
+        target_config=TARGET.config,
+        runtime=Runtime(),
     )
     draft = jax.jit(lambda context: drafter.propose(None, (), context, None)[0])(context)
     found = 0

@@ -12,7 +12,7 @@ from specjax import llama
 from specjax.drafters import base, eagle, first_of
 from specjax.train.eagle import unrolled
 from support.loop import CAPACITY, GENERATE, prepare, result, run
-from support.models import OracleParams, full_aux_hidden, oracle, tiny, tiny_head
+from support.models import OracleParams, full_aux_hidden, oracle, recording, tiny, tiny_head
 
 TARGET = tiny(6, num_layers=3)
 HEADS = {
@@ -55,32 +55,6 @@ def expected_drafts(config, params, tokens, drafts):
     ]
     ids = params.get("draft_ids_U", jnp.arange(32))
     return ids[logits.argmax(-1)].tolist()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recording(base.Drafter):
-    """A drafter, with its last proposal in the state."""
-
-    drafter: base.Drafter
-
-    @property
-    def aux_layers(self):
-        return self.drafter.aux_layers
-
-    def init(self, params, context, aux_hidden_BSD, chunk_size):
-        state = self.drafter.init(params, context, aux_hidden_BSD, chunk_size)
-        return state, jnp.zeros((len(context.length_B), self.num_tokens), jnp.int32)
-
-    def propose(self, params, state, context, sample):
-        draft, inner = self.drafter.propose(params, state[0], context, sample)
-        return draft, (inner, draft.tokens_BM)
-
-    def update(self, params, state, *others):
-        return self.drafter.update(params, state[0], *others), state[1]
-
-
-def recording(drafter):
-    return Recording(num_tokens=drafter.num_tokens, drafter=drafter)
 
 
 @pytest.mark.parametrize("name", HEADS)

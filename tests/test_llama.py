@@ -15,7 +15,6 @@ from support.models import Model, full_logits, tiny
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "llama"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-PREFILL = jax.jit(llama.prefill, static_argnums=(1, 2, 6), static_argnames="aux_layers")
 FORWARD = jax.jit(llama.forward, static_argnums=(1, 2), static_argnames="aux_layers")
 
 
@@ -68,7 +67,8 @@ def test_reading_in_pieces_equals_reading_at_once(piece):
     model = tiny(0, num_layers=2)
     tokens_BT = np.random.default_rng(1).integers(0, 32, (3, 24))
     expected_BTV = full_logits(model, tokens_BT)
-    cache = kv_cache.reserve(kv_cache.init(model.config, 3, 24, page_size=5), jnp.full(3, 24))
+    table_BX = kv_cache.in_order(3, 24, 5)
+    cache = kv_cache.init(model.config, table_BX.size, page_size=5)
     for start in range(0, 24, piece):
         output = FORWARD(
             model.params,
@@ -76,51 +76,12 @@ def test_reading_in_pieces_equals_reading_at_once(piece):
             Runtime(page_size=5),
             tokens_BT[:, start : start + piece],
             jnp.full(3, start),
+            table_BX,
             cache,
         )
         cache = output.cache
         logits_BTV = llama.logits(model.params, output.hidden_BTD)
         np.testing.assert_allclose(logits_BTV, expected_BTV[:, start : start + piece], atol=2e-5)
-
-
-def test_prefill_fills_the_cache_as_one_pass_does():
-    """For rows that end before, on and after the edges of pages and chunks, with nothing lost
-    between chunks."""
-    model = tiny(1, num_layers=2)
-    B, S, Z = 20, 20, 4
-    tokens_BS = np.random.default_rng(2).integers(0, 32, (B, S))
-    count_B = jnp.arange(B)
-    caches = []
-    for chunk, aux_layers in ((8, (0, 1)), (S, ())):
-        cache, aux_hidden_BSD = PREFILL(
-            model.params,
-            model.config,
-            Runtime(page_size=Z),
-            tokens_BS,
-            count_B,
-            kv_cache.init(model.config, B, S, page_size=Z),
-            chunk,
-            aux_layers=aux_layers,
-        )
-        assert (
-            (np.asarray(cache.block_table_BX) < len(cache.free_P)).sum(axis=1)
-            == -(-np.arange(B) // Z)
-        ).all()
-        caches.append(cache)
-        for hidden_BSD in aux_hidden_BSD:
-            assert (
-                hidden_BSD.shape == (B, S, model.config.hidden_size)
-                and (hidden_BSD[-1, : B - 1] != 0).any(-1).all()
-            )
-    read_BS = np.arange(S) < np.arange(B)[:, None]
-    page_BS, offset_BS = (
-        np.asarray(x)[read_BS] for x in kv_cache.locate(caches[0], jnp.tile(jnp.arange(S), (B, 1)))
-    )
-    for a, b in zip(
-        caches[0].k_PKZH + caches[0].v_PKZH, caches[1].k_PKZH + caches[1].v_PKZH, strict=True
-    ):
-        a, b = np.asarray(a), np.asarray(b)
-        np.testing.assert_allclose(a[page_BS, :, offset_BS], b[page_BS, :, offset_BS], atol=2e-5)
 
 
 def test_llama3_scaling_keeps_short_waves_divides_long_ones_and_ramps_between():

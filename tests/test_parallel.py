@@ -243,9 +243,10 @@ def test_every_parameter_and_pool_is_split_by_the_rules():
     assert held(params["final_norm_D"]) == held(layer["mlp"]["norm_D"]) == (1,)
     assert held(draft_layer["attention"]["qkv_KGHD"]) == (2, 1, 1, 1)
     assert held(state.cache.k_PKZH[0]) == held(state.cache.v_PKZH[0]) == (2, 4, 1, 1)
-    assert held(state.drafter.k_PKZH[0]) == (2, 2, 1, 1)
-    assert held(state.tokens_BS) == held(state.cache.block_table_BX) == (2, 1)
-    assert held(state.request.sampling.seed_B) == held(state.cache.free_P) == (2,)
+    assert held(state.drafter.cache.k_PKZH[0]) == (2, 2, 1, 1)
+    assert held(state.tokens_BS) == held(state.block_table_BX) == (2, 1)
+    assert held(state.request.sampling.seed_B) == held(state.capacity_B) == (2,)
+    assert held(state.drafter.read_B) == (2,)
     # On each device, the shard of the target's vocabulary lies within that of the draft model's.
     whole = {shard.device: shard.index[0] for shard in draft_params["embed_VD"].addressable_shards}
     for shard in params["embed_VD"].addressable_shards:

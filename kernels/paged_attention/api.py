@@ -21,29 +21,33 @@ def paged_attention(
     start_B: jax.Array,
     *,
     ancestors_BT2: jax.Array | None = None,
+    first_position: int = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Returns attention of T new tokens per sequence over cached keys and values.
 
     Attention is causal, or along the branches of a tree. Token t of sequence b has the position
-    `start_B[b] + t` and attends to positions 0 up to and including its own, whose keys and values
-    are already in the pools. With ancestors it attends to all positions before `start_B[b]`, and
-    among the new tokens only to those whose bits are set, which must include its own to attend to
-    itself. Query head n reads kv head `n // (N / K)`. Scores are scaled by 1 / sqrt(H) and
-    accumulated in float32. Values at later positions, or in pages that the sequence does not hold,
-    never reach the output, NaN included. A token that attends to nothing (a negative position)
-    gives zeros.
+    `start_B[b] + t` and attends to positions `first_position` up to and including its own, whose
+    keys and values are already in the pools. With ancestors it attends to all positions before
+    `start_B[b]`, and among the new tokens only to those whose bits are set, which must include its
+    own to attend to itself. Query head n reads kv head `n // (N / K)`. Scores are scaled by
+    1 / sqrt(H) and accumulated in float32. Values at later positions, or in pages that the sequence
+    does not hold, never reach the output, NaN included. A token that attends to nothing (a negative
+    position) gives zeros.
 
     Args:
       q_BTNH: queries after rotary embedding, `[B, T, N, H]`.
       k_pool: keys, `[P, K, Z, H]`.
       v_pool: values, `[P, K, Z, H]`.
       block_table_BX: int32 `[B, X]`, page of positions `[x * Z, (x + 1) * Z)`. The first entry
-        that is not a page of the pool, such as P or -1, ends the sequence's pages. No page belongs
-        to two sequences.
+        that is not a page of the pool, such as P or -1, ends the sequence's pages. Sequences may
+        share pages: all implementations read the pools through the table alone. X is only a shape;
+        a caller may cut the table to the pages in use.
       start_B: int32 `[B]`; -1 makes the first token a placeholder.
       ancestors_BT2: int32 `[B, T, 2]` for at most 64 new tokens, see `pack_ancestors`; None for a
         chain.
+      first_position: the first position that is attended to (static), for caches whose first
+        entries mean nothing. Their values must be finite.
       implementation: see `dispatch.choose`.
 
     Returns:
@@ -65,7 +69,15 @@ def paged_attention(
         )
     chosen = dispatch.choose(implementation, unsupported(q_BTNH, k_pool))
     attend = dispatch.function(__package__, "paged_attention", chosen)
-    return attend(q_BTNH, k_pool, v_pool, block_table_BX, start_B, ancestors_BT2)
+    return attend(
+        q_BTNH,
+        k_pool,
+        v_pool,
+        block_table_BX,
+        start_B,
+        ancestors_BT2,
+        first_position=first_position,
+    )
 
 
 def _check_pools(q_BTNH, k_pool, v_pool) -> None:

@@ -69,6 +69,7 @@ def paged_attention(
     start_B,
     ancestors_BT2=None,
     *,
+    first_position: int = 0,
     interpret=None,
     num_splits: int | None = None,
 ):
@@ -127,7 +128,7 @@ def paged_attention(
         approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
     )
     split_o_BKRH, split_lse_BKR = plgpu.kernel(
-        functools.partial(_kernel, G=G),
+        functools.partial(_kernel, G=G, first_position=first_position),
         out_type=(
             jax.ShapeDtypeStruct((splits, B, K, padded_R, H), out_dtype),
             jax.ShapeDtypeStruct((splits, B, K, padded_R), jnp.float32),
@@ -195,6 +196,7 @@ def _kernel(
     end_ref,
     *refs,
     G,
+    first_position,
     q_smem,
     k_smem,
     v_smem,
@@ -239,8 +241,8 @@ def _kernel(
                 plgpu.barrier_wait(free.at[stage])
 
             positions = [(first + i) * BLOCK + j * run for j in range(BLOCK // run)]
-            # Beyond the end the last page is loaded again: something must arrive, and other pages
-            # belong to other sequences.
+            # Beyond the end the last page is loaded again: something must arrive, and the table may
+            # have no further page.
             pages = [
                 table_ref[b, lax.div(jnp.minimum(position, end - 1), Z)] for position in positions
             ]
@@ -279,6 +281,8 @@ def _kernel(
         )
         seen_by_all = start if words else start + lax.div(first_row, G) + 1
         num_unmasked = jnp.clip(lax.div(jnp.minimum(seen_by_all, end), BLOCK) - first, 0, n)
+        if first_position:  # blocks are masked from one on, and here the first one must be
+            num_unmasked = jnp.where(first * BLOCK < first_position, 0, num_unmasked)
 
         def across(x_R, columns):
             return lax.broadcast_in_dim(x_R, (ROWS, columns), [0])
@@ -287,6 +291,8 @@ def _kernel(
             position = (
                 plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=WGMMA) + block * BLOCK
             )
+            if first_position:
+                scores = jnp.where(position >= first_position, scores, MASKED)
             if not words:
                 return jnp.where(
                     position <= across(jnp.minimum(start + token_R, end - 1), BLOCK), scores, MASKED

@@ -64,8 +64,11 @@ class AlwaysDrafts(Drafter):
         """The aux layers of the drafter."""
         return self.drafter.aux_layers
 
-    def init(self, params, context, aux_hidden_BSD, chunk_size):
-        return self.drafter.init(params, context, aux_hidden_BSD, chunk_size)
+    def init(self, params, context):
+        return self.drafter.init(params, context)
+
+    def prefill(self, params, state, context, chunk):
+        return self.drafter.prefill(params, state, context, chunk)
 
     def propose(self, params, state, context, sample):
         draft, state = self.drafter.propose(params, state, context, sample)

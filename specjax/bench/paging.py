@@ -21,8 +21,7 @@ class _Cache(NamedTuple):
     """A kind of cache.
 
     Attributes:
-      init: (config, runtime, batch_size, max_seq_len, length_B) -> cache with room for one more
-        token.
+      init: (config, runtime, batch_size, max_seq_len) -> cache.
       run: (params, config, runtime, tokens_BT, length_B, cache) -> (hidden_BTD, cache).
     """
 
@@ -63,7 +62,7 @@ def _prepare(target: Model, kind: _Cache, length: int, page_size: int) -> Callab
     row_specs = parallel.specs(rows, "target")
 
     def init(rows):
-        return kind.init(config, runtime, 1, positions, rows["length_B"])
+        return kind.init(config, runtime, 1, positions)
 
     def run(params, rows, cache):
         hidden_BTD, cache = kind.run(
@@ -94,21 +93,21 @@ def _prepare(target: Model, kind: _Cache, length: int, page_size: int) -> Callab
     return call
 
 
-def _init_pages(config: LlamaConfig, runtime: Runtime, batch_size: int, max_seq_len: int, length_B):
-    cache = llama.init_cache(config, runtime, batch_size, max_seq_len)
-    return kv_cache.reserve(cache, length_B + 1)
+def _init_pages(config: LlamaConfig, runtime: Runtime, batch_size: int, max_seq_len: int):
+    """The pools, and a block table."""
+    block_table_BX = kv_cache.in_order(batch_size, max_seq_len, runtime.page_size)
+    pools = llama.init_cache(config, runtime, block_table_BX.size)
+    return {"block_table_BX": block_table_BX, "pools": pools}
 
 
 def _run_paged(params, config: LlamaConfig, runtime: Runtime, tokens_BT, length_B, cache):
-    output = llama.forward(params, config, runtime, tokens_BT, length_B, cache)
-    return output.hidden_BTD, output.cache
+    table_BX, pools = cache["block_table_BX"], cache["pools"]
+    output = llama.forward(params, config, runtime, tokens_BT, length_B, table_BX, pools)
+    return output.hidden_BTD, cache | {"pools": output.cache}
 
 
-def _init_contiguous(
-    config: LlamaConfig, runtime: Runtime, batch_size: int, max_seq_len: int, length_B
-):
+def _init_contiguous(config: LlamaConfig, runtime: Runtime, batch_size: int, max_seq_len: int):
     """Keys and values of each layer, `[B, K, S, H]`."""
-    del length_B
     num_kv_heads = config.num_kv_heads // parallel.degree(runtime.mesh, "target")
     shape = (batch_size, num_kv_heads, max_seq_len, config.head_dim)
     layers = range(config.num_layers)
@@ -125,8 +124,6 @@ def _run_contiguous(params, config: LlamaConfig, runtime: Runtime, tokens_BT, le
     positions_BT = length_B[:, None] + jnp.arange(T)
     rotation = llama.rotary(config, positions_BT)
     sequence_B1 = jnp.arange(B)[:, None]
-    S = cache["k_BKSH"][0].shape[2]
-    exists_1S = jnp.ones((1, S), bool)
     k_BKSH, v_BKSH = list(cache["k_BKSH"]), list(cache["v_BKSH"])
     x_BTD = llama.embed(params, runtime, tokens_BT)
     for i, layer in enumerate(params["layers"]):
@@ -134,7 +131,7 @@ def _run_contiguous(params, config: LlamaConfig, runtime: Runtime, tokens_BT, le
         q_BTNH, k_BTKH, v_BTKH = llama.qkv(attention, config, x_BTD, rotation)
         k_BKSH[i] = k_BKSH[i].at[sequence_B1, :, positions_BT].set(k_BTKH)
         v_BKSH[i] = v_BKSH[i].at[sequence_B1, :, positions_BT].set(v_BTKH)
-        a_BTNH = xla.attention(q_BTNH, k_BKSH[i], v_BKSH[i], exists_1S, length_B)
+        a_BTNH = xla.attention(q_BTNH, k_BKSH[i], v_BKSH[i], length_B, length_B + T)
         x_BTD = llama.out_residual(attention, a_BTNH, x_BTD, axes)
         h_BTF = llama.gate_up(mlp, config, x_BTD)
         x_BTD = llama.down_residual(mlp, h_BTF, x_BTD, axes)

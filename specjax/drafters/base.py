@@ -58,14 +58,19 @@ def chain(tokens: list[jax.Array], distributions: list[Distribution]) -> Draft:
 
 @struct.dataclass
 class Context:
-    """The loop's state as a drafter sees it, before or after a round.
+    """The loop's state as a drafter sees it: with a chunk of the prompts, before or after a round.
 
     Attributes:
       tokens_BS: int32, committed tokens, prompt and output; undefined from the length on.
       length_B: int32, number of committed tokens. The last one is *pending*: the target has not
         read it yet.
-      active_B: bool, rows that still generate.
+      active_B: bool, rows that take part in the round or in the chunk. The state of the others must
+        stay as it is.
+      block_table_BX: int32, pages of the rows that take part, for every pool of P pages that a
+        drafter has; the others have none, so that nothing is written for them. In a round there are
+        pages at least for positions up to length - 1 + M.
       target_params: the target's parameters; on a mesh this device's shards of them.
+      num_pages: P (static); on a mesh that of this device's replica.
       target_config: the target's configuration (static).
       runtime: how models run (static).
     """
@@ -73,9 +78,34 @@ class Context:
     tokens_BS: jax.Array
     length_B: jax.Array
     active_B: jax.Array
+    block_table_BX: jax.Array
     target_params: Any
+    num_pages: int = struct.field(pytree_node=False)
     target_config: LlamaConfig = struct.field(pytree_node=False)
     runtime: Runtime = struct.field(pytree_node=False)
+
+
+class Chunk(NamedTuple):
+    """T consecutive tokens of each prompt, which the target has just read.
+
+    Attributes:
+      tokens_BT: int32.
+      start_B: int32, position of the first one. The tokens before it have been read earlier, by the
+        drafter as well, or their pages are shared with a row for which they were.
+      count_B: int32, how many of the T tokens are real in each row. It may be 0: a row that takes
+        part then begins at `start_B`.
+      aux_hidden_BTD: for each of `aux_layers` the target's residual stream.
+    """
+
+    tokens_BT: jax.Array
+    start_B: jax.Array
+    count_B: jax.Array
+    aux_hidden_BTD: tuple[jax.Array, ...]
+
+    @property
+    def end_B(self) -> jax.Array:
+        """Position after the last real token."""
+        return self.start_B + self.count_B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,17 +121,27 @@ class Drafter:
     num_tokens: int
     aux_layers = ()
 
-    def init(self, params, context: Context, aux_hidden_BSD, chunk_size: int) -> Any:
-        """Returns the state after the prompts; by default there is none.
+    def init(self, params, context: Context) -> Any:
+        """Returns the state before any token is read; by default there is none.
 
         Args:
           params: the drafter's parameters.
-          context: the prompts. S is also the largest length that a row can reach.
-          aux_hidden_BSD: for each of `aux_layers` the target's residual stream at every prompt
-            token but the last.
-          chunk_size: tokens of a prompt to read at a time (static).
+          context: before the first chunk; S is also the largest length that a row can reach.
         """
         return ()
+
+    def prefill(self, params, state, context: Context, chunk: Chunk) -> Any:
+        """Returns the state after a chunk of the prompts; by default it does not change.
+
+        The chunks of a prompt come in order and end before its last token, which is pending.
+
+        Args:
+          params: the drafter's parameters.
+          state: from `init`, or from the chunk before.
+          context: whole prompts.
+          chunk: what the target has just read.
+        """
+        return state
 
     def propose(self, params, state, context: Context, sample: Sample) -> tuple[Draft, Any]:
         """Returns a proposal, and the new state."""
@@ -112,8 +152,8 @@ class Drafter:
 
         Args:
           params: the drafter's parameters.
-          state: from `propose`.
-          context: after the round.
+          state: from `propose`, or from the round before if this drafter was not asked.
+          context: after the round; the same rows take part as before it.
           verified: `verify.Verified` of the round.
           aux_hidden_BTD: for each of `aux_layers` the target's residual stream at the pending token
             and the drafts of the round.
@@ -121,9 +161,12 @@ class Drafter:
         return state
 
     def resting(self) -> Drafter:
-        """Returns this drafter with the ability to skip rounds, for use after another drafter.
+        """Returns this drafter with the ability to rest, for use after another drafter.
+
+        It may then not be asked in any number of rounds, and other drafts than its own may be
+        accepted where it is.
 
         Raises:
-          SpecJAXError: if it cannot skip rounds.
+          SpecJAXError: if it cannot rest.
         """
         raise SpecJAXError(f"{type(self).__name__} cannot follow another drafter")

@@ -7,67 +7,124 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+from flax import struct
 
-from specjax import kv_cache, llama
+from specjax import llama
 from specjax.config import LlamaConfig, Runtime
-from specjax.drafters.base import Drafter, chain
+from specjax.drafters.base import Context, Drafter, chain
+from specjax.kv_cache import PagedKVCache
 
 DRAFT_CONFIG = LlamaConfig
 FORMAT = None
 OBJECTIVE = "specjax.train.distill"
 
 
+CATCH_UP = 32  # tokens of skipped rounds that are read at a time
+
+
+@struct.dataclass
+class ModelDrafterState:
+    """State of the draft model between rounds.
+
+    Attributes:
+      read_B: int32, how many of the first positions of the cache hold committed tokens.
+      cache: keys and values of the draft model.
+    """
+
+    read_B: jax.Array
+    cache: PagedKVCache
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelDrafter(Drafter):
     """Drafts with the model `config`, whose parameters the loop passes.
 
-    The state is the draft model's own paged cache. The first pass of a round reads the last *two*
-    committed tokens: after a round in which everything was accepted, the draft model has not read
-    the last draft yet; otherwise the same keys and values are written once more.
+    The first pass of a round reads the committed tokens that the cache lacks. Alone there are one
+    or two of them: after a round in which everything was accepted, the draft model has not read the
+    last draft yet. With `may_rest` it may rest, and other drafts than its own are accepted: there
+    are up to `num_tokens` + 1 after a round, and it catches up where there are more.
     """
 
     config: LlamaConfig
+    may_rest: bool = False
 
-    def init(self, params, context, aux_hidden_BSD, chunk_size):
-        runtime = _runtime(params, context.runtime)
-        B, S = context.tokens_BS.shape
-        cache = llama.init_cache(self.config, runtime, B, S, role="draft")
-        cache, _ = llama.prefill(
-            params,
-            self.config,
-            runtime,
-            context.tokens_BS,
-            context.length_B - 1,
-            cache,
-            chunk_size,
-            role="draft",
-        )
-        return cache
+    def resting(self) -> ModelDrafter:
+        return dataclasses.replace(self, may_rest=True)
 
-    def propose(self, params, cache, context, sample):
+    def init(self, params, context):
         runtime = _runtime(params, context.runtime)
-        length_B = context.length_B
-        read_B = length_B + self.num_tokens - 1
-        cache = kv_cache.reserve(cache, jnp.where(context.active_B, read_B, 0))
-        last_B2 = length_B[:, None] + jnp.array([-2, -1])
-        tokens_BT = jnp.take_along_axis(context.tokens_BS, jnp.maximum(last_B2, 0), axis=1)
-        start_B = length_B - 2
+        cache = llama.init_cache(self.config, runtime, context.num_pages, role="draft")
+        return ModelDrafterState(jnp.zeros_like(context.length_B), cache)
+
+    def prefill(self, params, state, context, chunk):
+        output = self._forward(params, context, state.cache, chunk.tokens_BT, chunk.start_B)
+        read_B = jnp.where(context.active_B, chunk.end_B, state.read_B)
+        return ModelDrafterState(read_B, output.cache)
+
+    def propose(self, params, state, context, sample):
+        M, length_B = self.num_tokens, context.length_B
+        T = M + 1 if self.may_rest else 2
+        if self.may_rest:
+            state = self._catch_up(params, state, context, missing=T)
+        output = self._read(params, state, context, T)
+        index_B = jnp.clip(length_B - 1 - state.read_B, 0, T - 1)
+        hidden_B1D = jnp.take_along_axis(output.hidden_BTD, index_B[:, None, None], axis=1)
         tokens, distributions = [], []
-        for i in range(self.num_tokens):
-            output = llama.forward(
-                params, self.config, runtime, tokens_BT, start_B, cache, role="draft"
-            )
-            cache = output.cache
-            logits_BV = llama.logits(params, output.hidden_BTD[:, -1:])[:, 0]
+        for i in range(M):
+            if i:
+                token_B1, start_B = tokens[-1][:, None], length_B - 1 + i
+                output = self._forward(params, context, output.cache, token_B1, start_B)
+                hidden_B1D = output.hidden_BTD
+            logits_BV = llama.logits(params, hidden_B1D)[:, 0]
             token_B, distribution = sample(logits_BV, length_B + i)
             tokens.append(token_B)
             distributions.append(distribution)
-            tokens_BT, start_B = token_B[:, None], length_B + i
-        return chain(tokens, distributions), cache
+        read_B = jnp.where(context.active_B, length_B, state.read_B)
+        return chain(tokens, distributions), ModelDrafterState(read_B, output.cache)
 
-    def update(self, params, cache, context, verified, aux_hidden_BTD):
-        return kv_cache.release(cache, ~context.active_B)
+    def update(self, params, state, context, verified, aux_hidden_BTD):
+        if self.may_rest:
+            return state  # another drafter's tokens may have been accepted
+        # Of the drafts, which follow the `read_B` committed tokens, all but the last one were read;
+        # the last committed token was not.
+        right_B = jnp.minimum(state.read_B + self.num_tokens - 1, context.length_B - 1)
+        return state.replace(read_B=jnp.where(context.active_B, right_B, state.read_B))
+
+    def _forward(self, params, context: Context, cache, tokens_BT, start_B) -> llama.Output:
+        runtime = _runtime(params, context.runtime)
+        return llama.forward(
+            params,
+            self.config,
+            runtime,
+            tokens_BT,
+            start_B,
+            context.block_table_BX,
+            cache,
+            role="draft",
+        )
+
+    def _read(self, params, state: ModelDrafterState, context: Context, T: int) -> llama.Output:
+        """Runs the model on the next T tokens of each row; the output after them is undefined."""
+        index_BT = state.read_B[:, None] + jnp.arange(T)
+        tokens_BT = jnp.take_along_axis(context.tokens_BS, index_BT, axis=1, mode="clip")
+        return self._forward(params, context, state.cache, tokens_BT, state.read_B)
+
+    def _catch_up(self, params, state: ModelDrafterState, context: Context, missing: int):
+        """Reads chunks until no row that takes part lacks more than `missing` tokens."""
+        T = max(missing, CATCH_UP)
+
+        def is_behind_B(state):
+            return context.active_B & (context.length_B - state.read_B > missing)
+
+        def read_chunk(state):
+            output = self._read(params, state, context, T)
+            next_B = jnp.minimum(state.read_B + T, context.length_B - 1)
+            read_B = jnp.where(is_behind_B(state), next_B, state.read_B)
+            return ModelDrafterState(read_B, output.cache)
+
+        return jax.lax.while_loop(lambda state: jnp.any(is_behind_B(state)), read_chunk, state)
 
 
 def _runtime(params, runtime: Runtime) -> Runtime:

@@ -6,8 +6,12 @@ after three of the target's layers. In both the head is one decoder layer, and i
 for the target's features at the tokens that it has drafted itself. The output matrix is the
 target's own, or some of its rows: tokens without a row are never drafted.
 
-Position j of the head's cache belongs to the features of token j and the embedding of token j + 1;
-its output predicts token j + 2.
+Position j + 1 of the head's cache belongs to the features of token j and the embedding of token
+j + 1, and its output predicts token j + 2: what a page holds depends on tokens up to its end alone,
+so that sequences with the same beginning can share it. (Rotary embeddings see differences of
+positions only, so a head does not notice.) Position 0 has no features before it. It is written like
+the others, with features of zero, and no other position attends to it; its output is the guess
+where there is nothing to guess from.
 """
 
 from __future__ import annotations
@@ -160,14 +164,13 @@ class EagleState:
     """State of the head between rounds.
 
     Attributes:
-      features_BSD: the target's fused features of committed tokens.
+      features_PZD: pool of the target's fused features of committed tokens.
       known_B: int32, number of tokens with features: all but the pending one.
-      read_B: int32, how many of the first positions of the cache come from the target's features;
-        -1 before there are any.
+      read_B: int32, how many of the first positions of the cache come from the target's features.
       cache: keys and values of the head's layer.
     """
 
-    features_BSD: jax.Array
+    features_PZD: jax.Array
     known_B: jax.Array
     read_B: jax.Array
     cache: PagedKVCache
@@ -179,7 +182,7 @@ class EagleDrafter(Drafter):
 
     The first pass of a round reads the up to `num_tokens` + 1 tokens that the last round committed,
     with the target's features, over what the head wrote there for its own drafts. With `may_rest`
-    it may skip rounds, and catches up when it runs again.
+    it may rest, and catches up when it runs again.
     """
 
     config: EagleConfig
@@ -192,62 +195,72 @@ class EagleDrafter(Drafter):
     def resting(self) -> EagleDrafter:
         return dataclasses.replace(self, may_rest=True)
 
-    def init(self, params, context, aux_hidden_BSD, chunk_size):
-        llama.check_implementation(self.config.layer, context.runtime)
-        B, S = context.tokens_BS.shape
-        cache = llama.init_cache(self.config.layer, context.runtime, B, S, role="draft")
-        last_B = context.length_B - 2
-        cache = kv_cache.reserve(cache, jnp.maximum(last_B, 0))
-        features_BSD = fuse(params, self.config, aux_hidden_BSD)
-        read_B = jnp.minimum(last_B, 0)
-        state = EagleState(features_BSD, context.length_B - 1, read_B, cache)
-        return self._catch_up(params, state, context, last_B, missing=0, T=chunk_size)
+    def init(self, params, context):
+        runtime = context.runtime
+        cache = llama.init_cache(self.config.layer, runtime, context.num_pages, role="draft")
+        pool_shape = (context.num_pages, runtime.page_size, self.config.layer.hidden_size)
+        return EagleState(
+            features_PZD=jnp.zeros(pool_shape, runtime.dtype),
+            known_B=jnp.zeros_like(context.length_B),
+            read_B=jnp.zeros_like(context.length_B),
+            cache=cache,
+        )
+
+    def prefill(self, params, state, context, chunk):
+        feature_BTD = fuse(params, self.config, chunk.aux_hidden_BTD)
+        state = self._store(state, context, chunk.start_B, feature_BTD, chunk.end_B)
+        T = chunk.tokens_BT.shape[1]
+        _, cache = self._read(params, state, context, chunk.start_B, T)
+        read_B = jnp.where(context.active_B, chunk.end_B, state.read_B)
+        return state.replace(read_B=read_B, cache=cache)
 
     def propose(self, params, state, context, sample):
-        M = self.num_tokens
-        length_B, last_B = context.length_B, context.length_B - 2
-        # Writes of the first pass to positions without a page are dropped.
-        written_B = jnp.where(context.active_B, length_B + M - 2, 0)
-        state = state.replace(
-            cache=kv_cache.reserve(state.cache, written_B),
-            read_B=jnp.where(last_B < 0, -1, jnp.maximum(state.read_B, 0)),
-        )
+        M, length_B = self.num_tokens, context.length_B
         if self.may_rest:
-            wanted_B = jnp.where(context.active_B, last_B, 0)
-            chunk = max(M + 1, CATCH_UP)
-            state = self._catch_up(params, state, context, wanted_B, missing=M, T=chunk)
-        x_BTD, state = self._read(params, state, context, M + 1)
-        index_B = jnp.clip(last_B - state.read_B, 0, M)
+            state = self._catch_up(params, state, context, missing=M + 1)
+        x_BTD, cache = self._read(params, state, context, state.read_B, M + 1)
+        index_B = jnp.clip(length_B - 1 - state.read_B, 0, M)
         feature_B1D = jnp.take_along_axis(x_BTD, index_B[:, None, None], axis=1)
-        cache, tokens, distributions = state.cache, [], []
+        tokens, distributions = [], []
         for i in range(M):
             if i:
-                token_B1 = tokens[-1][:, None]
+                token_B1, start_B = tokens[-1][:, None], length_B - 1 + i
                 feature_B1D, cache = self._forward(
-                    params, context, cache, token_B1, feature_B1D, last_B + i
+                    params, context, cache, token_B1, feature_B1D, start_B
                 )
             logits_BV = self._logits(params, context, feature_B1D)
             token_B, distribution = sample(logits_BV, length_B + i)
             tokens.append(token_B)
             distributions.append(distribution)
-        return chain(tokens, distributions), state.replace(cache=cache, read_B=length_B - 1)
+        read_B = jnp.where(context.active_B, length_B, state.read_B)
+        return chain(tokens, distributions), state.replace(cache=cache, read_B=read_B)
 
     def update(self, params, state, context, verified, aux_hidden_BTD):
         feature_BTD = fuse(params, self.config, aux_hidden_BTD)
         # Features of rejected drafts are overwritten in the next round, and not read before.
-        position_BT = state.known_B[:, None] + jnp.arange(self.num_tokens + 1)
-        row_B1 = jnp.arange(len(position_BT))[:, None]
-        features_BSD = state.features_BSD.at[row_B1, position_BT].set(feature_BTD, mode="drop")
+        return self._store(state, context, state.known_B, feature_BTD, context.length_B - 1)
+
+    def _store(self, state: EagleState, context: Context, start_B, feature_BTD, known_B):
+        """Writes features of T tokens of each row; those of the first `known_B` are right."""
+        positions_BT = start_B[:, None] + jnp.arange(feature_BTD.shape[1])
+        locations = self._locate(context, positions_BT)
         return state.replace(
-            features_BSD=features_BSD,
-            known_B=context.length_B - 1,
-            cache=kv_cache.release(state.cache, ~context.active_B),
+            features_PZD=kv_cache.write(state.features_PZD, *locations, feature_BTD),
+            known_B=jnp.where(context.active_B, known_B, state.known_B),
         )
 
+    def _locate(self, context: Context, positions_BT):
+        Z = context.runtime.page_size
+        return kv_cache.locate(context.block_table_BX, positions_BT, Z, context.num_pages)
+
     def _forward(self, params, context: Context, cache, tokens_BT, feature_BTD, start_B):
-        """Runs the head on T positions from `start_B` on. Returns its features, and the cache."""
+        """Runs the head on T positions from `start_B` on. Returns its features, and the cache.
+
+        Position p reads token p and the features of the token before it.
+        """
         config, runtime = self.config.layer, context.runtime
-        locations = llama.locate(config, cache, start_B, tokens_BT.shape[1])
+        table_BX, T = context.block_table_BX, tokens_BT.shape[1]
+        locations = llama.locate(config, cache, table_BX, start_B, T)
         embed_BTD = llama.embed(context.target_params, runtime, tokens_BT)
         x_BTD = join(params, self.config, feature_BTD, embed_BTD)
         x_BTD, k_pool, v_pool = llama.decoder_layer(
@@ -259,40 +272,34 @@ class EagleDrafter(Drafter):
             cache.k_PKZH[0],
             cache.v_PKZH[0],
             locations,
+            first_position=1,
         )
         return x_BTD, cache.replace(k_PKZH=[k_pool], v_PKZH=[v_pool])
 
-    def _read(self, params, state: EagleState, context: Context, T: int):
-        """Runs the head on the next T positions of each row, with the target's features.
+    def _read(self, params, state: EagleState, context: Context, start_B, T: int):
+        """Runs the head on T positions from `start_B` on, with the target's features.
 
-        The output beyond the known features is undefined.
+        The output beyond the known features is undefined. Features before position 0 are zero.
         """
-        index_BT = jnp.maximum(state.read_B, 0)[:, None] + jnp.arange(T)
-        is_first_B1 = (state.read_B < 0)[:, None]
-        token_index_BT = jnp.where(is_first_B1, 0, index_BT + 1)
-        tokens_BT = jnp.take_along_axis(context.tokens_BS, token_index_BT, axis=1, mode="clip")
-        feature_BTD = jnp.take_along_axis(
-            state.features_BSD, index_BT[..., None], axis=1, mode="clip"
-        )
-        feature_BTD = jnp.where(is_first_B1[..., None], 0, feature_BTD)
-        x_BTD, cache = self._forward(
-            params, context, state.cache, tokens_BT, feature_BTD, state.read_B
-        )
-        return x_BTD, state.replace(cache=cache)
+        positions_BT = start_B[:, None] + jnp.arange(T)
+        tokens_BT = jnp.take_along_axis(context.tokens_BS, positions_BT, axis=1, mode="clip")
+        feature_BTD = kv_cache.read(state.features_PZD, *self._locate(context, positions_BT - 1))
+        return self._forward(params, context, state.cache, tokens_BT, feature_BTD, start_B)
 
-    def _catch_up(self, params, state: EagleState, context, last_B, *, missing: int, T: int):
-        """Reads T positions at a time until no row lacks more than `missing` before `last_B`."""
+    def _catch_up(self, params, state: EagleState, context: Context, missing: int):
+        """Reads chunks until no row that takes part lacks more than `missing` positions."""
+        T = max(missing, CATCH_UP)
+
+        def is_behind_B(state):
+            return context.active_B & (context.length_B - state.read_B > missing)
 
         def read_chunk(state):
-            _, state = self._read(params, state, context, T)
-            next_B = jnp.minimum(state.read_B + T, last_B)
-            is_behind_B = state.read_B < last_B
-            return state.replace(read_B=jnp.where(is_behind_B, next_B, state.read_B))
+            _, cache = self._read(params, state, context, state.read_B, T)
+            next_B = jnp.minimum(state.read_B + T, context.length_B - 1)
+            read_B = jnp.where(is_behind_B(state), next_B, state.read_B)
+            return state.replace(read_B=read_B, cache=cache)
 
-        def is_behind(state):
-            return jnp.any(last_B - state.read_B > missing)
-
-        return jax.lax.while_loop(is_behind, read_chunk, state)
+        return jax.lax.while_loop(lambda state: jnp.any(is_behind_B(state)), read_chunk, state)
 
     def _logits(self, params, context: Context, feature_B1D):
         """Returns logits over the whole vocabulary, `[B, V]`, or this device's part of it."""

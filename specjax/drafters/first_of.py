@@ -16,7 +16,7 @@ from specjax.drafters.base import Draft, Drafter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstOf(Drafter):
-    """Runs drafters in turn. Those after the first are skipped in rounds where no row needs them.
+    """Runs drafters in turn. Those after the first rest in rounds where no row needs them.
 
     Parameters and state are tuples, one entry for each drafter. All have the same `num_tokens`.
     """
@@ -32,11 +32,16 @@ class FirstOf(Drafter):
         """Returns the residual streams that one of the drafters reads."""
         return tuple(aux_hidden[self.aux_layers.index(layer)] for layer in drafter.aux_layers)
 
-    def init(self, params, context, aux_hidden_BSD, chunk_size):
+    def init(self, params, context):
+        pairs = zip(self.drafters, params, strict=True)
+        return tuple(drafter.init(own_params, context) for drafter, own_params in pairs)
+
+    def prefill(self, params, state, context, chunk):
         states = []
-        for drafter, own_params in zip(self.drafters, params, strict=True):
-            own_hidden = self._of(drafter, aux_hidden_BSD)
-            states.append(drafter.init(own_params, context, own_hidden, chunk_size))
+        for drafter, own_params, own_state in zip(self.drafters, params, state, strict=True):
+            own_hidden = self._of(drafter, chunk.aux_hidden_BTD)
+            own_chunk = chunk._replace(aux_hidden_BTD=own_hidden)
+            states.append(drafter.prefill(own_params, own_state, context, own_chunk))
         return tuple(states)
 
     def propose(self, params, state, context, sample):

@@ -145,9 +145,9 @@ def generate(
         raise SpecJAXError(
             "draft, num_speculative_tokens and drafter_options apply to a drafter given by name"
         )
-    S = rows.tokens_BS.shape[1]
-    if isinstance(page_size, int) and page_size > S:
-        page_size = S  # one page holds the whole sequence
+    num_positions = rows.tokens_BS.shape[1] + (drafter.num_tokens if drafter else 0)
+    if isinstance(page_size, int) and page_size > num_positions:
+        page_size = num_positions  # one page holds the whole sequence
     config = DecodeConfig(target.config, drafter, verify, target.runtime(page_size, implementation))
     chunk = batch.prefill_chunk(longest)
     progress = _Progress(target.tokenizer, rows.request, num_prompts, on_tokens, on_completion)
@@ -229,8 +229,7 @@ def _run(
 ) -> tuple[DecodeState, float, float]:
     """Returns the final state, and the seconds of reading the prompts and of decoding."""
     mesh, params = target.mesh, target.params
-    num_tokens = config.drafter.num_tokens if config.drafter else 0
-    static = (str(target.config), config.verify, config.runtime.page_size, num_tokens)
+    static = (str(target.config), config.verify, config.runtime.page_size, config.num_tokens)
     parallel.check_alike((rows, prefill_chunk, static), mesh)
     tokens_BS, request = parallel.put(rows, mesh)
 

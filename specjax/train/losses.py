@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import llama, parallel
+from specjax import kv_cache, llama, parallel
 from specjax.config import LlamaConfig, Runtime
 from specjax.drafters import registry
 from specjax.engine.load import Model
@@ -143,12 +143,17 @@ def teacher_forward(
     def run(params, tokens_BS):
         B, S = tokens_BS.shape
         runtime = Runtime(llama.params_dtype(params), page_size=S, mesh=mesh)
-        cache = llama.init_cache(target_config, runtime, B, S)
-        count_B = jnp.full(B, S)
-        _, aux_hidden = llama.prefill(
-            params, target_config, runtime, tokens_BS, count_B, cache, S, aux_layers=aux_layers
+        output = llama.forward(
+            params,
+            target_config,
+            runtime,
+            tokens_BS,
+            jnp.zeros(B, jnp.int32),
+            kv_cache.in_order(B, S, S),
+            llama.init_cache(target_config, runtime, B),
+            aux_layers=aux_layers,
         )
-        return aux_hidden
+        return output.aux_hidden
 
     rows = jax.sharding.PartitionSpec(DATA)
 

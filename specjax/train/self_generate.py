@@ -52,9 +52,23 @@ class Recorder(Drafter):
 
     aux_layers: tuple[int, ...]
 
-    def init(self, params, context, aux_hidden_BSD, chunk_size):
-        narrow = tuple(map(_narrow, aux_hidden_BSD))
-        return RecorderState(jnp.copy(context.length_B), narrow)
+    def init(self, params, context):
+        shape = (*context.tokens_BS.shape, context.target_config.hidden_size)
+        empty = tuple(jnp.zeros(shape, data.HIDDEN_DTYPE) for _ in self.aux_layers)
+        return RecorderState(jnp.copy(context.length_B), empty)
+
+    def prefill(self, params, state, context, chunk):
+        row_B1, index_T = (
+            jnp.arange(len(chunk.start_B))[:, None],
+            jnp.arange(chunk.tokens_BT.shape[1]),
+        )
+        position_BT = chunk.start_B[:, None] + index_T
+        is_real_BT = index_T < chunk.count_B[:, None]
+        position_BT = jnp.where(is_real_BT, position_BT, context.tokens_BS.shape[1])
+        updated = []
+        for old, new in zip(state.aux_hidden_BSD, chunk.aux_hidden_BTD, strict=True):
+            updated.append(old.at[row_B1, position_BT].set(_narrow(new), mode="drop"))
+        return state.replace(aux_hidden_BSD=tuple(updated))
 
     def propose(self, params, state, context, sample):
         none_B = jnp.zeros_like(context.length_B)

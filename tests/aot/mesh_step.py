@@ -24,7 +24,7 @@ from decode_step import compile_
 from jax import ShapeDtypeStruct as Shape
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax import decode, llama, parallel
+from specjax import decode, kv_cache, llama, parallel
 from specjax.config import LlamaConfig, Runtime
 from specjax.decode import DecodeConfig, RequestArrays
 from specjax.drafters import registry
@@ -32,7 +32,7 @@ from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
 from specjax.sampling import SamplingArrays
 
-DEVICES, B, BYTES = 4, 4, 2  # the models, and with them the pools, are in bfloat16
+DEVICES, B, PAGE_SIZE, BYTES = 4, 4, 64, 2  # the models, and with them the pools, are in bfloat16
 # XLA cuts the sum of a product of few rows into parts, where its result alone would not occupy the
 # GPU, and adds them up: so many it makes of the target's logits at most.
 PARTS = 4
@@ -86,6 +86,11 @@ class Setup(NamedTuple):
         )
 
     @property
+    def positions(self) -> int:
+        """Positions that the pages of a row hold."""
+        return PAGE_SIZE * kv_cache.pages_for(self.S + self.K, PAGE_SIZE)
+
+    @property
     def models(self) -> list[tuple[LlamaConfig, int, int]]:
         """Of target and draft model: the configuration, over how many devices it is split, passes
         in a round."""
@@ -116,7 +121,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
     )
     with dispatch.compiling_for(setup.capability):
         drafter = registry.make("draft_model", K, target, draft)
-        runtime = Runtime(jnp.bfloat16, implementation=setup.implementation, mesh=mesh)
+        runtime = Runtime(jnp.bfloat16, PAGE_SIZE, implementation=setup.implementation, mesh=mesh)
         config = DecodeConfig(target, drafter, runtime=runtime)
         params, draft_params = (
             llama.abstract_params(model, jnp.bfloat16) for model in (target, draft)
@@ -212,7 +217,7 @@ def argument_bytes(setup: Setup) -> int:
         D, F, H = model.hidden_size, model.intermediate_size, model.head_dim
         layer = D * H * (2 * model.num_heads + 2 * model.num_kv_heads) + 3 * D * F
         matrices = model.num_layers * layer + 2 * model.vocab_size * D
-        pools = model.num_layers * 2 * B * setup.S * model.num_kv_heads * H
+        pools = model.num_layers * 2 * B * setup.positions * model.num_kv_heads * H
         total += BYTES * ((matrices + pools) // degree + (2 * model.num_layers + 1) * D)
     return total
 
@@ -245,7 +250,7 @@ def gathered(setup: Setup) -> list[list[int]]:
     """Of target and draft model, the numbers in each array that attention by `xla` gathers in a
     round."""
     return [
-        [B * setup.S * model.num_kv_heads * model.head_dim // degree]
+        [B * setup.positions * model.num_kv_heads * model.head_dim // degree]
         * (2 * model.num_layers * passes)
         for model, degree, passes in setup.models
     ]

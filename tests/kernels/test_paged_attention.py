@@ -4,7 +4,6 @@ The Mosaic GPU kernel runs on the CPU, in Pallas' interpreter with its race dete
 """
 
 import functools
-from unittest import mock
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from specjax.kernels.paged_attention import (
     pack_ancestors,
     paged_attention,
     unsupported,
-    xla,
 )
 from support.attention import CASES, Case
 
@@ -127,13 +125,34 @@ class TestXLA:
         Case([0, 2, 3, 4, 5, 7, 8, 9, 15, -1], T, tree=tree).check("xla")
 
     @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-    @pytest.mark.parametrize("T", [1, 2, 3, 5, 8])
-    def test_few_queries_read_pages_in_place(self, monkeypatch, T, tree):
-        """On a CPU, for wide heads and a pool without spare pages, nothing is gathered."""
-        taken = mock.Mock(wraps=xla._in_place)
-        monkeypatch.setattr(xla, "_in_place", taken)
-        Case([0, 2, 3, 4, 5, 7, 8, 9, 15, -1], T, H=40, tree=tree, spare_pages=0).check("xla")
-        assert taken.called
+    @pytest.mark.parametrize("T", [1, 2, 5, 20])
+    def test_several_blocks(self, T, tree):
+        """Of 8 pages of 4 positions, and the last one of fewer; ends on and around their edges."""
+        Case([0, 7, 30, 31, 32, 33, 62, 63, 64, 65, -1], T, X=23, tree=tree).check("xla")
+
+    @pytest.mark.parametrize("first_position", [1, 6])
+    def test_nothing_attends_to_positions_before_the_first(self, first_position):
+        Case([-1, 0, 1, 4, 5, 6, 7, 33, 70], 3, X=20, first_position=first_position).check("xla")
+
+    def test_a_row_has_the_same_bits_beside_longer_ones_and_in_a_wider_table(self):
+        """Blocks in which nothing is visible change nothing at all."""
+        case = Case([2, 31, 9, 90], 3, X=25)
+        together = case.run("xla")
+        for row in range(3):
+            alone = Case([0], 3, X=25)
+            alone.q_BTNH, alone.start_B = case.q_BTNH[row : row + 1], case.start_B[row : row + 1]
+            alone.k_pool, alone.v_pool = case.k_pool, case.v_pool
+            alone.block_table_BX = case.block_table_BX[row : row + 1, : [2, 9, 25][row]]
+            np.testing.assert_array_equal(alone.run("xla")[0], together[row])
+
+    def test_sequences_may_share_pages(self):
+        """The first two pages of one are those of another; its own are not read."""
+        case = Case([9, 13, 11], 3, spare_pages=0)
+        own = case.block_table_BX[1, :2].copy()
+        case.block_table_BX[1, :2] = case.block_table_BX[0, :2]
+        case.k_pool[own], case.v_pool[own] = np.nan, np.nan
+        case.k_BSKH[1, :8], case.v_BSKH[1, :8] = case.k_BSKH[0, :8], case.v_BSKH[0, :8]
+        case.check("xla")
 
     @pytest.mark.parametrize("G", range(1, 10))
     def test_query_heads_share_kv_heads_in_groups(self, G):

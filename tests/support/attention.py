@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.kernels.paged_attention import mosaic_gpu, pack_ancestors, paged_attention
 
-ATTENTION = jax.jit(paged_attention, static_argnames="implementation")
+ATTENTION = jax.jit(paged_attention, static_argnames=("first_position", "implementation"))
 
 
 if jax.__version_info__ >= (0, 11):
@@ -35,6 +35,7 @@ class Case:
     dtype: str = "float32"
     splits: int | None = None  # of the Mosaic kernel
     spare_pages: int = 3
+    first_position: int = 0
     seed: int = 0
 
     def __post_init__(self):
@@ -72,12 +73,21 @@ class Case:
         if implementation == "interpret":  # with the race detector
             interpret = InterpretGPUParams(detect_races=True)
             out = mosaic_gpu.paged_attention(
-                *arrays, ancestors_BT2, interpret=interpret, num_splits=self.splits
+                *arrays,
+                ancestors_BT2,
+                first_position=self.first_position,
+                interpret=interpret,
+                num_splits=self.splits,
             )
             out.block_until_ready()
             assert not gpu_callbacks.get_races().races_found
         else:
-            out = ATTENTION(*arrays, ancestors_BT2=ancestors_BT2, implementation=implementation)
+            out = ATTENTION(
+                *arrays,
+                ancestors_BT2=ancestors_BT2,
+                first_position=self.first_position,
+                implementation=implementation,
+            )
         assert out.dtype == self.dtype and out.shape == self.q_BTNH.shape
         return np.asarray(out, np.float64)
 
@@ -88,7 +98,7 @@ class Case:
         for b, t, n in np.ndindex(self.q_BTNH.shape[:3]):
             before = max(self.start_B[b], 0)
             new = [self.start_B[b] + j for j in range(self.T) if self.seen_BTT[b, t, j]]
-            seen = [*range(before), *(position for position in new if position >= 0)]
+            seen = [p for p in [*range(before), *new] if p >= self.first_position]
             if seen:
                 scores_S = (
                     self.k_BSKH[b, seen, n // self.G] @ self.q_BTNH[b, t, n] / np.sqrt(self.H)
@@ -131,5 +141,8 @@ CASES = {
     "chunk": Case([0, 70], 128, G=3, K=1, H=64, Z=128, X=2, dtype="bfloat16"),
     "float16": Case([130, 5, -1], 3, G=8, K=1, H=128, Z=16, X=9, dtype="float16", splits=2),
     "more blocks than stages": Case([390], 1, G=4, K=1, H=64, Z=64, X=7, dtype="bfloat16"),
+    "first positions, splits": Case(
+        [-1, 0, 1, 150], 2, G=2, K=1, H=64, Z=32, dtype="bfloat16", splits=2, first_position=1
+    ),
     "groups of 7": Case([16], 1, G=7, K=1, H=64, Z=16, dtype="bfloat16"),
 }

@@ -96,11 +96,10 @@ def full_aux_hidden(model: Model, tokens_BS, aux_layers: tuple[int, ...]):
 def _full_pass(params, config, tokens_BS, aux_layers):
     B, S = tokens_BS.shape
     runtime = Runtime(llama.params_dtype(params), page_size=S)
-    cache = llama.init_cache(config, runtime, B, S)
-    cache = kv_cache.reserve(cache, jnp.full(B, S))
+    table_BX, cache = kv_cache.in_order(B, S, S), llama.init_cache(config, runtime, B)
     start_B = jnp.zeros(B, jnp.int32)
     output = llama.forward(
-        params, config, runtime, tokens_BS, start_B, cache, aux_layers=aux_layers
+        params, config, runtime, tokens_BS, start_B, table_BX, cache, aux_layers=aux_layers
     )
     return llama.logits(params, output.hidden_BTD), output.aux_hidden
 
@@ -123,8 +122,23 @@ class Oracle(base.Drafter):
 
     aux_layers: tuple[int, ...] = ()
 
-    def init(self, params, context, aux_hidden_BSD, chunk_size):
-        return context.length_B, aux_hidden_BSD, jnp.zeros(context.tokens_BS.shape, jnp.int32)
+    def init(self, params, context):
+        shape = context.tokens_BS.shape
+        zeros_BSD = jnp.zeros((*shape, context.target_config.hidden_size))
+        aux_hidden_BSD = tuple(zeros_BSD for _ in self.aux_layers)
+        return jnp.copy(context.length_B), aux_hidden_BSD, jnp.zeros(shape, jnp.int32)
+
+    def prefill(self, params, state, context, chunk):
+        length_B, aux_hidden_BSD, width_BS = state
+        stored = self._stored(aux_hidden_BSD, chunk.start_B, chunk.aux_hidden_BTD)
+        return length_B, stored, width_BS
+
+    def _stored(self, aux_hidden_BSD, start_B, aux_hidden_BTD):
+        row_B1, updated = jnp.arange(start_B.shape[0])[:, None], []
+        for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True):
+            position_BT = start_B[:, None] + jnp.arange(new.shape[1])
+            updated.append(old.at[row_B1, position_BT].set(new, mode="drop"))
+        return tuple(updated)
 
     def propose(self, params, state, context, sample):
         index_BM = context.length_B[:, None] + jnp.arange(self.num_tokens)
@@ -137,15 +151,41 @@ class Oracle(base.Drafter):
     def update(self, params, state, context, verified, aux_hidden_BTD):
         length_B, aux_hidden_BSD, width_BS = state
         row_B1 = jnp.arange(length_B.shape[0])[:, None]
-        position_BT = length_B[:, None] - 1 + jnp.arange(self.num_tokens + 1)
-        updated = []
-        for old, new in zip(aux_hidden_BSD, aux_hidden_BTD, strict=True):
-            updated.append(old.at[row_B1, position_BT].set(new, mode="drop"))
+        stored = self._stored(aux_hidden_BSD, length_B - 1, aux_hidden_BTD)
         if self.aux_layers:
             width_B = (aux_hidden_BTD[0] != 0).any(-1).sum(-1)
             width_BS = width_BS.at[row_B1, length_B[:, None]].set(width_B[:, None], mode="drop")
-        return context.length_B, tuple(updated), width_BS
+        return context.length_B, stored, width_BS
 
 
 def oracle(num_tokens: int, aux_layers: tuple[int, ...] = ()) -> Oracle:
     return Oracle(num_tokens=num_tokens, aux_layers=aux_layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recording(base.Drafter):
+    """A drafter, with its last proposal in the state."""
+
+    drafter: base.Drafter
+
+    @property
+    def aux_layers(self):
+        return self.drafter.aux_layers
+
+    def init(self, params, context):
+        state = self.drafter.init(params, context)
+        return state, jnp.zeros((len(context.length_B), self.num_tokens), jnp.int32)
+
+    def prefill(self, params, state, *others):
+        return self.drafter.prefill(params, state[0], *others), state[1]
+
+    def propose(self, params, state, context, sample):
+        draft, inner = self.drafter.propose(params, state[0], context, sample)
+        return draft, (inner, draft.tokens_BM)
+
+    def update(self, params, state, *others):
+        return self.drafter.update(params, state[0], *others), state[1]
+
+
+def recording(drafter):
+    return Recording(num_tokens=drafter.num_tokens, drafter=drafter)
