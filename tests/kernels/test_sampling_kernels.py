@@ -326,23 +326,24 @@ class TestDistribution:
         for u in (0.0, 0.5, LAST):
             assert case.accepted(np.full((1, 1), u, np.float32)).tolist() == [0]
         # `reject` decides which distribution is subtracted, so its emitted tokens are compared.
-        key_DT2 = np.arange(2 * 4096, dtype=np.int32).reshape(4096, 1, 2).repeat(2, axis=1)
+        rows = 128  # the interpreter takes minutes for thousands
+        key_DT2 = np.arange(2 * rows, dtype=np.int32).reshape(rows, 1, 2).repeat(2, axis=1)
 
         def tiled(distribution):
-            return jax.tree.map(lambda x: jnp.repeat(x, 4096, axis=0), distribution)
+            return jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), distribution)
 
         _, token_D = passes.reject(
             tiled(case.p),
             tiled(case.argmax_DT),
-            jnp.full((4096, 1), 3, jnp.int32),
-            jnp.ones(4096, jnp.int32),
+            jnp.full((rows, 1), 3, jnp.int32),
+            jnp.ones(rows, jnp.int32),
             tiled(case.q),
-            jnp.ones(4096),
-            jnp.zeros((4096, 1)),
+            jnp.ones(rows),
+            jnp.zeros((rows, 1)),
             key_DT2,
         )
         recovered_D1, _ = passes.sample(
-            jnp.log(jnp.tile(p_V, (4096, 1, 1))), jnp.ones(4096), None, key_DT2[:, :1]
+            jnp.log(jnp.tile(p_V, (rows, 1, 1))), jnp.ones(rows), None, key_DT2[:, :1]
         )
         np.testing.assert_array_equal(token_D, recovered_D1[:, 0])
 
