@@ -41,7 +41,8 @@ def sample_pass(
         tile, row = lax.axis_index("tile"), lax.axis_index("row")
         start, token, inside = tiles.columns(tile, first_ref[0], num_valid)
         x = finite(tiles.load(x_ref, (row,), start))
-        kept = inside & ~(x < threshold_ref[row])  # see `xla.sample_pass`
+        # NaN is kept, see `xla.sample_pass`. JAX 0.12 does not compile `~` of a vector of bools.
+        kept = inside & ((x >= threshold_ref[row]) | (x != x))
         x = jnp.where(kept, x, MASKED)
         largest = jnp.max(x)
         value, out = x, [largest]
@@ -144,7 +145,8 @@ def residual_pass(
                 is_sampled = jnp.broadcast_to(one_hot_ref[b], sampled.shape) < 0
                 q = sampled if sampled_B is None else jnp.where(is_sampled, sampled, q)
             # A select, since 0 * NaN is NaN.
-            rest = jnp.maximum(p - jnp.where(subtract_ref[b] > 0.0, q, 0.0), 0.0)
+            is_subtracted = jnp.broadcast_to(subtract_ref[b], q.shape) > 0.0
+            rest = jnp.maximum(p - jnp.where(is_subtracted, q, 0.0), 0.0)
             noise = exponential(key_ref[b, 0], key_ref[b, 1], token)
             mass = jnp.sum(jnp.where(inside, rest, 0.0))
             out = [mass, *_best(rest / noise, token), *_best(p / noise, token)]
