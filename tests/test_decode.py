@@ -632,7 +632,9 @@ def test_noise_of_drafts_acceptance_and_replacement_is_independent():
 # --- A caller's own settings of JAX ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["draft_model", "ngram,eagle"])
+@pytest.mark.parametrize(
+    "name", ["draft_model", pytest.param("ngram,eagle", marks=pytest.mark.slow)]
+)
 def test_the_functional_api_works_under_strict_settings(name):
     """No promotion of dtypes or ranks, no implicit transfer, under a jit of the caller's."""
     drafter, draft_params = (None, None)

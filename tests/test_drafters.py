@@ -217,7 +217,14 @@ class TestEveryDrafter:
         assert got.emitted == run_small("none", "rejection", 2_048).emitted
 
     @pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "ngram" else []) for n in NAMES]
+        "name",
+        [
+            "draft_model",
+            "eagle",
+            "ngram,eagle",
+            pytest.param("ngram", marks=pytest.mark.slow),
+            pytest.param("ngram,draft_model", marks=pytest.mark.slow),
+        ],
     )
     def test_rejection_samples_from_the_targets_distribution(self, name):
         """Behind "ngram,eagle" there is a lookup, too."""

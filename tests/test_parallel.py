@@ -136,7 +136,7 @@ def test_the_texts_are_those_of_one_device(name, degrees, plain, counts):
     ("name", "degrees"),
     [
         ("draft_model", (2, 4, 2)),
-        ("ngram,eagle", (1, 8, 1)),
+        pytest.param("ngram,eagle", (1, 8, 1), marks=pytest.mark.slow),
         pytest.param("draft_model", (1, 8, 1), marks=pytest.mark.slow),
         pytest.param("ngram", (1, 4, 1), marks=pytest.mark.slow),
     ],
