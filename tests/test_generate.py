@@ -16,7 +16,7 @@ from specjax.config import Runtime
 from specjax.drafters import registry
 from specjax.engine import batch
 from specjax.engine import generate as generation
-from specjax.engine.request import SamplingParams
+from specjax.engine.request import SamplingOptions
 from specjax.errors import SpecJAXWarning
 from specjax.kernels import dispatch
 from specjax.tokenizer import Tokenizer
@@ -678,7 +678,7 @@ def test_valid_temperatures_never_sample_a_token_of_probability_0(top_p):
     logits_BTV = jnp.where(jnp.arange(V) < 4, 0.0, -jnp.inf) * jnp.ones((num_rows, 1, 1))
 
     def sampled(temperature):
-        params = SamplingParams(temperature, top_p=top_p, seed=np.arange(num_rows))
+        params = SamplingOptions(temperature, top_p=top_p, seed=np.arange(num_rows))
         arrays = jax.device_put(batch.sampling_arrays(params, num_rows))
         position_BT = jnp.zeros((num_rows, 1), jnp.int32)
         stream = sampling.Stream.TARGET
@@ -712,7 +712,7 @@ class TestArrays:
         }
 
     def test_padding_rows_emit_nothing(self):
-        sampled = SamplingParams(temperature=[0.5, 1.0], seed=[3, 4])
+        sampled = SamplingOptions(temperature=[0.5, 1.0], seed=[3, 4])
         tokens_BS, request = batch.arrays(
             [[5], [6]], max_length=9, sampling=sampled, num_rows=4, max_seq_len=9
         )

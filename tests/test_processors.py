@@ -16,7 +16,7 @@ from specjax import sampling as sampling_lib
 from specjax.config import Runtime
 from specjax.drafters import registry
 from specjax.engine import batch
-from specjax.engine.request import SamplingParams
+from specjax.engine.request import SamplingOptions
 from specjax.errors import SpecJAXError
 from specjax.processors import ProcessorArrays
 from support.distributions import chi_square_p, reference_distribution, reference_logits
@@ -92,7 +92,7 @@ def block() -> Block:
 
 def processor_arrays(num_rows: int, features: dict) -> ProcessorArrays | None:
     vocabulary = batch.Vocabulary(BLOCK_V, BLOCK_V)
-    params = SamplingParams(**features)
+    params = SamplingOptions(**features)
     return batch.processor_arrays(params, np.full(num_rows, 100), vocabulary)
 
 
@@ -157,7 +157,7 @@ def test_a_field_that_is_off_may_be_none(name):
 def test_neutral_values_change_nothing_and_need_no_arrays():
     got_BTV = PROCESS(with_neutral_values(None), *block().args())
     np.testing.assert_array_equal(got_BTV, block().logits_BTV)
-    off = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    off = {field.name: field.default for field in dataclasses.fields(SamplingOptions)}
     off |= dict(logit_bias=[{}, None], bad_words=[[], None], allowed_token_ids=[None, None])
     assert processor_arrays(2, off) is None
     assert processors.process(None, *block().args()) is block().logits_BTV
@@ -229,7 +229,7 @@ GROUPS = {
     ),
 }
 GROUPS["all, greedy"] = GROUPS["all"]
-OFF = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+OFF = {field.name: field.default for field in dataclasses.fields(SamplingOptions)}
 
 
 def eos_of(group: str) -> list[int]:
@@ -492,7 +492,7 @@ def test_ids_need_a_vocabulary(name):
 def arrays_of(options: dict, **vocabulary):
     """The processors of two prompts that may generate four tokens."""
     rows = batch.arrays(
-        [[1], [1, 2]], max_length=[5, 6], sampling=SamplingParams(**options), **vocabulary
+        [[1], [1, 2]], max_length=[5, 6], sampling=SamplingOptions(**options), **vocabulary
     )
     return rows.request.processors
 

@@ -16,7 +16,7 @@ from specjax.decode import DecodeConfig
 from specjax.drafters.base import Draft, Drafter
 from specjax.engine import batch
 from specjax.engine.metrics import Acceptance, expected_tokens
-from specjax.engine.request import SamplingParams
+from specjax.engine.request import SamplingOptions
 from specjax.engine.setup import Setup
 
 ROUNDS = 8  # in a call
@@ -108,7 +108,7 @@ def measure(
     rows = batch.arrays(
         prompts,
         max_length=batch.bucket(length + ROUNDS * (K + 1)),
-        sampling=SamplingParams(temperature=temperature),
+        sampling=SamplingOptions(temperature=temperature),
     )
     arrays = parallel.put(rows, target.mesh)
     runtime = target.runtime(setup.page_size, setup.implementation)

@@ -20,7 +20,7 @@ from specjax import processors
 from specjax import sampling as sampling_lib
 from specjax.decode import RequestArrays
 from specjax.engine.load import Model
-from specjax.engine.request import Prompt, SamplingParams
+from specjax.engine.request import Prompt, SamplingOptions
 from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.processors import ProcessorArrays
 from specjax.sampling import SamplingArrays
@@ -304,7 +304,7 @@ def arrays(
     *,
     max_length: int | Sequence[int],
     eos_ids: Sequence[int] | Sequence[Sequence[int]] = (),
-    sampling: SamplingParams | None = None,
+    sampling: SamplingOptions | None = None,
     max_seq_len: int | None = None,
     num_rows: int | None = None,
     vocab_size: int | None = None,
@@ -339,7 +339,7 @@ def arrays(
     tokens_BS = np.zeros((batch_size, S), np.int32)
     for row_S, ids in zip(tokens_BS, prompt_ids, strict=True):
         row_S[: len(ids)] = ids
-    sampling = SamplingParams() if sampling is None else sampling
+    sampling = SamplingOptions() if sampling is None else sampling
     vocabulary = Vocabulary(vocab_size, num_valid_tokens or vocab_size)
     request = RequestArrays(
         prompt_length_B=length_B,
@@ -353,7 +353,7 @@ def arrays(
     return batch
 
 
-def sampling_arrays(params: SamplingParams, batch_size: int) -> SamplingArrays:
+def sampling_arrays(params: SamplingOptions, batch_size: int) -> SamplingArrays:
     """Returns the sampling parameters of each prompt as arrays of the host.
 
     Raises:
@@ -395,7 +395,7 @@ class Vocabulary(NamedTuple):
 
 
 def processor_arrays(
-    params: SamplingParams, max_new_tokens_B: np.ndarray, vocabulary: Vocabulary
+    params: SamplingOptions, max_new_tokens_B: np.ndarray, vocabulary: Vocabulary
 ) -> ProcessorArrays | None:
     """Returns what changes the logits of each prompt, as arrays of the host; None for nothing.
 
@@ -429,7 +429,7 @@ def processor_arrays(
 
 
 def _bias_table(
-    params: SamplingParams, batch_size: int, vocabulary: Vocabulary
+    params: SamplingOptions, batch_size: int, vocabulary: Vocabulary
 ) -> np.ndarray | None:
     """Returns float32 [B, V]: -inf for ids that are not allowed, else the bias; None without."""
     biases = _split_biases(params.logit_bias, batch_size)

@@ -23,7 +23,7 @@ from specjax.engine.request import (
     OnCompletion,
     OnTokens,
     Prompt,
-    SamplingParams,
+    SamplingOptions,
     from_draft,
 )
 from specjax.errors import SpecJAXError
@@ -93,7 +93,7 @@ def generate(
       drafter_params: parameters of a `Drafter`.
       verify: "rejection" or "coupled", see `specjax.verify`.
       max_new_tokens: at least 1. The model's context may end a completion earlier.
-      temperature, top_k, top_p, min_p, seed: see `request.SamplingParams`. These, `max_new_tokens`
+      temperature, top_k, top_p, min_p, seed: see `request.SamplingOptions`. These, `max_new_tokens`
         and `eos_ids` have one value for all prompts or one per prompt. In float32 the same prompt
         with the same seed gives the same text, alone or in any batch. Nothing is compiled for what
         is off for all prompts, or for new values, unless a budget cuts K.
@@ -120,7 +120,7 @@ def generate(
         prompt_ids,
         max_length=max_length_B,
         eos_ids=batch.eos_sets(target, eos_ids, num_prompts),
-        sampling=SamplingParams(temperature, top_k, top_p, min_p, seed),
+        sampling=SamplingOptions(temperature, top_k, top_p, min_p, seed),
         num_rows=-(-num_prompts // replicas) * replicas,
     )
     longest = max(len(ids) for ids in prompt_ids)

@@ -17,7 +17,7 @@ OnCompletion = Callable[[int, "Completion"], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams:
+class SamplingOptions:
     """How tokens are sampled. Each field is one value for all prompts, or one per prompt.
 
     Attributes:

@@ -24,7 +24,7 @@ from specjax.drafters.base import Draft, Drafter
 from specjax.engine import batch as batch_lib
 from specjax.engine.generate import check_logits
 from specjax.engine.load import Model
-from specjax.engine.request import SamplingParams
+from specjax.engine.request import SamplingOptions
 from specjax.errors import SpecJAXError
 from specjax.train import data, identity
 from specjax.train.data import Rows
@@ -199,7 +199,7 @@ def _continue(
     """Returns the continuations of the prompts with the numbers `chosen`."""
     S = config.max_seq_len
     # Prompts have the seeds that `specjax.generate` gives to all prompts in one call.
-    sampling = SamplingParams(
+    sampling = SamplingOptions(
         temperature=temperatures[chosen], seed=[config.seed + i for i in chosen]
     )
     batch = batch_lib.arrays(

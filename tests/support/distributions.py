@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.stats
 
-from specjax.engine.request import SamplingParams
+from specjax.engine.request import SamplingOptions
 
 
 def reference_distribution(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -29,8 +29,8 @@ def reference_distribution(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=
 
 def reference_logits(logits_V, prompt, output, eos=(), **features) -> np.ndarray:
     """What `processors.process` makes of one vector after a prompt and an output: one token of the
-    vocabulary after the other, in float32. Features are fields of `SamplingParams`."""
-    params = SamplingParams(**features)
+    vocabulary after the other, in float32. Features are fields of `SamplingOptions`."""
+    params = SamplingOptions(**features)
     x_V = np.array(logits_V, np.float32)
     prompt, output = list(prompt), list(output)
     for token, bias in (params.logit_bias or {}).items():

@@ -14,7 +14,7 @@ from specjax import decode, llama
 from specjax.config import Runtime
 from specjax.decode import DecodeConfig, DecodeState
 from specjax.engine import batch
-from specjax.engine.request import SamplingParams
+from specjax.engine.request import SamplingOptions
 from support.models import Model
 
 INIT = decode.init_jit
@@ -49,17 +49,17 @@ def prepare(
 ):
     """Reads prompts, and returns the arguments of `GENERATE`.
 
-    `max_new`, `eos` and the fields of `SamplingParams` among the options have one value for all
+    `max_new`, `eos` and the fields of `SamplingOptions` among the options have one value for all
     rows or one per row. `capacity` is S. Other options are fields of `Runtime`.
     """
     capacity = options.pop("capacity", CAPACITY)
-    fields = [field.name for field in dataclasses.fields(SamplingParams)]
+    fields = [field.name for field in dataclasses.fields(SamplingOptions)]
     sampling = {name: options.pop(name) for name in fields if name in options}
     rows = batch.arrays(
         prompts,
         max_length=[len(prompt) for prompt in prompts] + np.asarray(max_new),
         eos_ids=eos,
-        sampling=SamplingParams(**sampling),
+        sampling=SamplingOptions(**sampling),
         max_seq_len=capacity,
         vocab_size=target.config.vocab_size,
         num_valid_tokens=options.get("num_valid_tokens"),
