@@ -123,6 +123,9 @@ class RequestArrays:
 class RoundLog:
     """Statistics of the rounds of each row. Column i of the tables is round i of the row.
 
+    Rounds for which the tables have no column are not in them. Those of `init` have S columns, and
+    a row takes part in fewer rounds.
+
     Attributes:
       rounds_B: int32, rounds that the row took part in.
       drafted_BS: int32, drafts that the target verified.
@@ -206,12 +209,12 @@ def init(
 
     def in_specs(params, drafter_params, tokens_BS, request):
         return (
-            *_param_specs(params, drafter_params),
+            *param_specs(params, drafter_params),
             parallel.ROWS,
             parallel.specs(request, "target"),
         )
 
-    run = parallel.on_mesh(run, config.runtime.mesh, in_specs, _state_specs)
+    run = parallel.on_mesh(run, config.runtime.mesh, in_specs, state_specs)
     return run(params, drafter_params, tokens_BS, request)
 
 
@@ -243,21 +246,11 @@ def generate(
     """
 
     def loop(params, drafter_params, max_rounds, state):
-        def goes_on(carry):
-            state, rounds = carry
-            any_runnable = jnp.any(_is_runnable(config, state))
-            return any_runnable if max_rounds is None else any_runnable & (rounds < max_rounds)
-
-        def run_round(carry):
-            state, rounds = carry
-            return _step(params, drafter_params, config, state), rounds + 1
-
-        state, _ = jax.lax.while_loop(goes_on, run_round, (state, jnp.int32(0)))
-        return state
+        return run_rounds(params, drafter_params, config, state, max_rounds)
 
     def in_specs(params, drafter_params, max_rounds, state):
         max_rounds_spec = parallel.specs(max_rounds, "target")
-        return *_param_specs(params, drafter_params), max_rounds_spec, _state_specs(state)
+        return *param_specs(params, drafter_params), max_rounds_spec, state_specs(state)
 
     run = parallel.on_mesh(loop, config.runtime.mesh, in_specs)
     return run(params, drafter_params, max_rounds, state)
@@ -274,7 +267,7 @@ def step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> De
         return _step(params, drafter_params, config, state)
 
     def in_specs(params, drafter_params, state):
-        return *_param_specs(params, drafter_params), _state_specs(state)
+        return *param_specs(params, drafter_params), state_specs(state)
 
     run = parallel.on_mesh(run, config.runtime.mesh, in_specs)
     return run(params, drafter_params, state)
@@ -285,20 +278,29 @@ def step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> De
 
 def _check_init(params, config: DecodeConfig, batch_size: int, prefill_chunk: int) -> None:
     runtime = config.runtime
-    if jax.config.jax_enable_x64:
-        raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
+    check_params(params, config)
     if prefill_chunk < 1:
         raise SpecJAXError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
-    dtype = llama.params_dtype(params)
-    if dtype != runtime.dtype:
-        raise SpecJAXError(
-            f"the target's parameters are {dtype}, but runtime.dtype={runtime.dtype}"
-        )
     replicas = parallel.dp_size(runtime.mesh)
     if batch_size % replicas:
         raise SpecJAXError(
             f"{batch_size} rows cannot be split over data_parallel={replicas}; add rows that emit "
             "nothing"
+        )
+
+
+def check_params(params, config: DecodeConfig) -> None:
+    """Checks that the loop can run with these parameters.
+
+    Raises:
+      SpecJAXError: for another dtype than `config.runtime`, or JAX's 64-bit mode.
+    """
+    if jax.config.jax_enable_x64:
+        raise SpecJAXError("jax_enable_x64 is on; SpecJAX needs JAX's default 32-bit mode")
+    dtype = llama.params_dtype(params)
+    if dtype != config.runtime.dtype:
+        raise SpecJAXError(
+            f"the target's parameters are {dtype}, but runtime.dtype={config.runtime.dtype}"
         )
 
 
@@ -322,19 +324,25 @@ def _init(params, drafter_params, config, tokens_BS, request, prefill_chunk: int
         cache=llama.init_cache(config.target, runtime, B * X),
         drafter=(),
         request=request,
-        log=RoundLog(
-            rounds_B=jnp.zeros(B, jnp.int32),
-            drafted_BS=jnp.zeros((B, S), jnp.int32),
-            accepted_BS=jnp.zeros((B, S), jnp.int32),
-            emitted_BS=jnp.zeros((B, S), jnp.int32),
-            unusable_drafts_B=jnp.zeros(B, jnp.int32),
-        ),
+        log=empty_log(B, S),
         logprobs_BS=jnp.zeros((B, S), jnp.float32) if config.logprobs else None,
     )
     if config.drafter:
-        context = _context(params, config, state)
+        context = drafter_context(params, config, state)
         state = state.replace(drafter=config.drafter.init(drafter_params, context))
     return _read_prompts(params, drafter_params, config, state, prefill_chunk)
+
+
+def empty_log(num_rows: int, num_columns: int) -> RoundLog:
+    """Returns a log without rounds, for `num_columns` rounds of each row."""
+    # A buffer of its own for each field: the state will be donated.
+    return RoundLog(
+        rounds_B=jnp.zeros(num_rows, jnp.int32),
+        drafted_BS=jnp.zeros((num_rows, num_columns), jnp.int32),
+        accepted_BS=jnp.zeros((num_rows, num_columns), jnp.int32),
+        emitted_BS=jnp.zeros((num_rows, num_columns), jnp.int32),
+        unusable_drafts_B=jnp.zeros(num_rows, jnp.int32),
+    )
 
 
 def _read_prompts(
@@ -351,7 +359,7 @@ def _read_prompts(
         cache, drafter_state = caches
         start_B = jnp.full_like(count_B, i * chunk_size)
         chunk_count_B = jnp.clip(count_B - start_B, 0, chunk_size)
-        read = _prefill(
+        read = prefill(
             params,
             drafter_params,
             config,
@@ -367,7 +375,7 @@ def _read_prompts(
     return state.replace(cache=caches[0], drafter=caches[1])
 
 
-def _prefill(
+def prefill(
     params,
     drafter_params,
     config: DecodeConfig,
@@ -385,7 +393,7 @@ def _prefill(
     tokens, whatever the row did before.
     """
     state_of_chunk = _with_rows(state, takes_part_B)
-    context = _context(params, config, state_of_chunk)
+    context = drafter_context(params, config, state_of_chunk)
     position_BT = start_B[:, None] + jnp.arange(T)
     tokens_BT = jnp.take_along_axis(state.tokens_BS, position_BT, axis=1, mode="clip")
     # Rows that end earlier write undefined values beyond their length, or nowhere.
@@ -406,16 +414,50 @@ def _prefill(
     return state.replace(cache=output.cache, drafter=drafter_state)
 
 
-def _param_specs(params, drafter_params):
+def param_specs(params, drafter_params):
     return parallel.specs(params, "target"), parallel.specs(drafter_params, "draft")
 
 
-def _state_specs(state: DecodeState):
+def state_specs(state: DecodeState):
     drafter_specs = parallel.specs(state.drafter, "draft")
     return parallel.specs(state.replace(drafter=()), "target").replace(drafter=drafter_specs)
 
 
 # --- A round --------------------------------------------------------------------------------------
+
+
+def run_rounds(
+    params,
+    drafter_params,
+    config: DecodeConfig,
+    state: DecodeState,
+    max_rounds: jax.Array | None = None,
+    until_a_row_ends: jax.Array | None = None,
+) -> DecodeState:
+    """The loop of `generate`, on the shards of one device.
+
+    Args:
+      params, drafter_params, config, state, max_rounds: see `generate`.
+      until_a_row_ends: whether to stop after a round in which a row is done, bool scalar; None for
+        never.
+    """
+    num_active = jnp.sum(state.active_B)
+
+    def goes_on(carry):
+        state, rounds = carry
+        go_on = jnp.any(_is_runnable(config, state))
+        if max_rounds is not None:
+            go_on &= rounds < max_rounds
+        if until_a_row_ends is not None:
+            go_on &= ~until_a_row_ends | (jnp.sum(state.active_B) == num_active)
+        return go_on
+
+    def run_round(carry):
+        state, rounds = carry
+        return _step(params, drafter_params, config, state), rounds + 1
+
+    state, _ = jax.lax.while_loop(goes_on, run_round, (state, jnp.int32(0)))
+    return state
 
 
 class Checked(NamedTuple):
@@ -475,7 +517,7 @@ def _propose(
     if config.drafter:
         sample = functools.partial(_sample_draft, config, state.request.sampling)
         draft, drafter_state = config.drafter.propose(
-            drafter_params, state.drafter, _context(params, config, state), sample
+            drafter_params, state.drafter, drafter_context(params, config, state), sample
         )
         _check_draft(config.drafter, draft, B)
     if draft.distributions is None:  # sampled drafts already agree
@@ -644,9 +686,9 @@ def _num_emitted(state: DecodeState, verified: Verified):
 
 
 def _logged(state: DecodeState, draft: Draft, verified: Verified, emitted_B) -> RoundLog:
-    log, S = state.log, state.tokens_BS.shape[1]
-    row_B1 = jnp.arange(len(emitted_B))[:, None]
-    round_B1 = jnp.where(state.active_B, log.rounds_B, S)[:, None]
+    log = state.log
+    row_B1, num_columns = jnp.arange(len(emitted_B))[:, None], log.emitted_BS.shape[1]
+    round_B1 = jnp.where(state.active_B, log.rounds_B, num_columns)[:, None]
 
     def set_round(table_BS, value_B):
         return table_BS.at[row_B1, round_B1].set(value_B[:, None], mode="drop")
@@ -667,14 +709,14 @@ def _update(
     """Returns the state after the drafter has seen the outcome."""
     if config.drafter is None:
         return state
-    context = _context(params, config, state)
+    context = drafter_context(params, config, state)
     drafter_state = config.drafter.update(
         drafter_params, state.drafter, context, checked.verified, checked.aux_hidden_BTD
     )
     return state.replace(drafter=drafter_state)
 
 
-def _context(params, config: DecodeConfig, state: DecodeState) -> Context:
+def drafter_context(params, config: DecodeConfig, state: DecodeState) -> Context:
     return Context(
         tokens_BS=state.tokens_BS,
         length_B=state.length_B,

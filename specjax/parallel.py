@@ -161,18 +161,28 @@ def specs(tree: Any, role: str):
 
 
 def _spec(path, leaf, role: str) -> PartitionSpec:
+    return PartitionSpec(*(RULES[role].get(axis) for axis in axis_letters(path, leaf)))
+
+
+def axis_letters(path, leaf) -> str:
+    """Returns the letters of an array's axes, from its name in a pytree; none for a scalar.
+
+    Raises:
+      SpecJAXError: for an array whose name does not end in one letter per axis.
+    """
     if not np.ndim(leaf):
-        return PartitionSpec()
+        return ""
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
     name = next(filter(None, reversed(names)), "")
     axes = name.rpartition("_")[2]
     is_declared = all(axis.isupper() or axis.isdigit() for axis in axes)
     if not is_declared or len(axes) != np.ndim(leaf):
         raise SpecJAXError(
-            f"on a mesh the name of an array must end in one letter per axis, such as embed_VD; "
-            f"{jax.tree_util.keystr(path) or 'an array without a name'} has {np.ndim(leaf)} axes"
+            "on a mesh and in an engine the name of an array must end in one letter per axis, such "
+            f"as embed_VD; {jax.tree_util.keystr(path) or 'an array without a name'} has "
+            f"{np.ndim(leaf)} axes"
         )
-    return PartitionSpec(*(RULES[role].get(axis) for axis in axes))
+    return axes
 
 
 def shardings(tree: Any, mesh: Mesh, role: str):

@@ -93,7 +93,7 @@ def check_unchanged(before, after, rows_B):
     jax.tree.map(check, before, after)
 
 
-PREFILL = jax.jit(decode._prefill, static_argnums=(2, 7))
+PREFILL = jax.jit(decode.prefill, static_argnums=(2, 7))
 
 
 class TestEveryDrafter:

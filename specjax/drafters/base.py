@@ -143,6 +143,34 @@ class Drafter:
         """
         return state
 
+    def begin(self, state, is_new_B, start_B):
+        """Returns the state in which some rows begin with another sequence.
+
+        An engine calls it when it gives a row to a request. Chunks of the prompt follow, unless
+        another sequence has the same prefix.
+
+        Args:
+          state: the drafter's.
+          is_new_B: bool, rows that begin. The state of the others must stay as it is.
+          start_B: int32, how many of the first positions are complete in the pages of the row.
+
+        Raises:
+          SpecJAXError: by default for a drafter with state, which must override this method.
+        """
+        if jax.tree.leaves(state):
+            raise SpecJAXError(
+                f"{type(self).__name__} has state, so it must define begin(state, is_new_B, "
+                "start_B), with which a row is given to another sequence"
+            )
+        return state
+
+    def complete_B(self, state):
+        """Returns how many of the first positions of each row are complete in the drafter's pools.
+
+        Pages up to there may be shared with other sequences. None, the default: it has no pools.
+        """
+        return None
+
     def propose(self, params, state, context: Context, sample: Sample) -> tuple[Draft, Any]:
         """Returns a proposal, and the new state."""
         raise NotImplementedError

@@ -58,6 +58,12 @@ class ModelDrafter(Drafter):
         cache = llama.init_cache(self.config, runtime, context.num_pages, role="draft")
         return ModelDrafterState(jnp.zeros_like(context.length_B), cache)
 
+    def begin(self, state, is_new_B, start_B):
+        return state.replace(read_B=jnp.where(is_new_B, start_B, state.read_B))
+
+    def complete_B(self, state):
+        return state.read_B
+
     def prefill(self, params, state, context, chunk):
         output = self._forward(params, context, state.cache, chunk.tokens_BT, chunk.start_B)
         read_B = jnp.where(context.active_B, chunk.end_B, state.read_B)

@@ -206,6 +206,15 @@ class EagleDrafter(Drafter):
             cache=cache,
         )
 
+    def begin(self, state, is_new_B, start_B):
+        return state.replace(
+            known_B=jnp.where(is_new_B, start_B, state.known_B),
+            read_B=jnp.where(is_new_B, start_B, state.read_B),
+        )
+
+    def complete_B(self, state):
+        return jnp.minimum(state.known_B, state.read_B)
+
     def prefill(self, params, state, context, chunk):
         feature_BTD = fuse(params, self.config, chunk.aux_hidden_BTD)
         state = self._store(state, context, chunk.start_B, feature_BTD, chunk.end_B)

@@ -36,6 +36,20 @@ class FirstOf(Drafter):
         pairs = zip(self.drafters, params, strict=True)
         return tuple(drafter.init(own_params, context) for drafter, own_params in pairs)
 
+    def begin(self, state, is_new_B, start_B):
+        pairs = zip(self.drafters, state, strict=True)
+        return tuple(drafter.begin(own_state, is_new_B, start_B) for drafter, own_state in pairs)
+
+    def complete_B(self, state):
+        complete_B = None
+        for drafter, own_state in zip(self.drafters, state, strict=True):
+            own_B = drafter.complete_B(own_state)
+            if complete_B is None:
+                complete_B = own_B
+            elif own_B is not None:
+                complete_B = jnp.minimum(complete_B, own_B)
+        return complete_B
+
     def prefill(self, params, state, context, chunk):
         states = []
         for drafter, own_params, own_state in zip(self.drafters, params, state, strict=True):

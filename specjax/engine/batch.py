@@ -9,6 +9,7 @@ Callers that have token ids, such as benchmarks, start with `arrays`.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from specjax import processors
 from specjax import sampling as sampling_lib
 from specjax.decode import RequestArrays
 from specjax.engine.load import Model
-from specjax.engine.request import Prompt, SamplingOptions
+from specjax.engine.request import Prompt, SamplingOptions, SamplingParams, bad_word_ids
 from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.processors import ProcessorArrays
 from specjax.sampling import SamplingArrays
@@ -32,10 +33,12 @@ MAX_TEMPERATURE = 1e27
 MAX_PREFILL_CHUNK = 256
 FLOAT32 = np.finfo(np.float32)
 MIN_EOS_IDS = 8  # columns of the table of end-of-sequence ids, so that few sizes are compiled
+MAX_STOP_IDS = 64  # of a request of an engine
 # Of one prompt; the limits of vLLM. Powers of two from the least ones on, so that few sizes are
 # compiled.
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
 MIN_BAD_WORDS, MIN_BAD_WORD_TOKENS = 8, 4
+ENGINE_BAD_WORDS = MAX_BAD_WORDS, 16  # words of a request of an engine, and tokens of a word
 
 
 class Batch(NamedTuple):
@@ -572,3 +575,150 @@ def prefill_chunk(prompt_length: int) -> int:
 def _power_of_two(number: int) -> int:
     """Returns the smallest power of two that is at least a number."""
     return 2 ** (number - 1).bit_length()
+
+
+# --- One request of an engine ---------------------------------------------------------------------
+
+
+def request_row(
+    params: SamplingParams, prompt_length: int, max_length: int, seed: int, stop_ids: Sequence[int]
+) -> RequestArrays:
+    """Returns the constants of one row of an engine, without processors.
+
+    Args:
+      params: how it is sampled.
+      prompt_length: tokens of the prompt.
+      max_length: largest length, prompt and output.
+      seed: uint32.
+      stop_ids: ids that end the row.
+
+    Raises:
+      SpecJAXError: for more than `MAX_STOP_IDS` ids.
+    """
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise SpecJAXError(
+            f"stop_token_ids and end-of-sequence ids may be {MAX_STOP_IDS} in all, got "
+            f"{len(stop_ids)}"
+        )
+    eos_1E = np.full((1, MAX_STOP_IDS), -1, np.int32)
+    eos_1E[0, : len(stop_ids)] = stop_ids
+    return RequestArrays(
+        prompt_length_B=np.array([prompt_length], np.int32),
+        max_length_B=np.array([max_length], np.int32),
+        eos_BE=eos_1E,
+        sampling=SamplingArrays(
+            seed_B=np.array([seed], np.uint32),
+            temperature_B=np.array([params.temperature], np.float32),
+            top_k_B=np.array([params.top_k], np.int32),
+            top_p_B=np.array([params.top_p], np.float32),
+            min_p_B=np.array([params.min_p], np.float32),
+        ),
+    )
+
+
+def max_model_len(model: Model, wanted: int | None) -> int:
+    """Returns the largest length of a request of an engine, by default the model's context.
+
+    Raises:
+      SpecJAXError: for a length that is below 2 or beyond the context.
+    """
+    context = model.config.max_position_embeddings
+    if wanted is None:
+        return context
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 2 <= wanted <= context:
+        raise SpecJAXError(
+            f"max_model_len must be an integer from 2 to the model's context of {context} tokens, "
+            f"got {wanted!r}"
+        )
+    return wanted
+
+
+def check_prompt_ids(model: Model, ids: Sequence[int], max_model_len: int) -> None:
+    """Checks the prompt of a request.
+
+    Raises:
+      SpecJAXError: for an empty prompt, one that leaves no room for an output, or ids outside the
+        vocabulary.
+    """
+    if not ids:
+        raise SpecJAXError("the prompt is empty; at least one token is required")
+    if len(ids) >= max_model_len:
+        raise SpecJAXError(
+            f"the prompt has {len(ids)} tokens, but at most {max_model_len - 1} fit: prompt and "
+            f"output share {max_model_len} tokens"
+        )
+    _check_ids("the prompt", ids, model.num_valid_tokens)
+
+
+def fit(params: SamplingParams, model: Model, room: int) -> SamplingParams:
+    """Returns the parameters with the `max_tokens` that can be generated.
+
+    Args:
+      params: of a request.
+      model: the target.
+      room: tokens that are left in the context.
+
+    Raises:
+      SpecJAXError: for parameters that need a tokenizer where there is none, ids outside the
+        vocabulary, or a `min_tokens` for which there is no room.
+    """
+    _check_ids("stop_token_ids", params.stop_token_ids, model.num_valid_tokens)
+    if model.tokenizer is None and (params.stop or params.bad_words):
+        name = "stop" if params.stop else "bad_words"
+        raise SpecJAXError(f"{name} needs a tokenizer, but {model.path} has none; use token ids")
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.min_tokens > max_tokens:
+        raise SpecJAXError(
+            f"min_tokens must be at most the {max_tokens} tokens that can be generated, got "
+            f"{params.min_tokens}"
+        )
+    return dataclasses.replace(params, max_tokens=max_tokens)
+
+
+def processor_row(params: SamplingParams, model: Model) -> ProcessorArrays | None:
+    """Returns what changes the logits of one row of an engine; None for nothing.
+
+    Args:
+      params: from `fit`.
+      model: the target.
+
+    Raises:
+      SpecJAXError: for ids outside the vocabulary, or too many or too long bad words.
+    """
+    bad_words = bad_word_ids(model.tokenizer, params.bad_words) if params.bad_words else ()
+    vocabulary = Vocabulary(model.config.vocab_size, model.num_valid_tokens)
+    options = SamplingOptions(
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=params.min_tokens,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=bad_words or None,
+    )
+    used = processor_arrays(options, np.array([params.max_tokens]), vocabulary)
+    if used is None:
+        return None
+    row = neutral_processors(1, vocabulary.size)
+    if used.bad_words_BWC is not None:
+        W, C = used.bad_words_BWC.shape[1:]
+        most = ENGINE_BAD_WORDS[1]
+        if most < C:
+            raise SpecJAXError(f"a bad word has more than {most} tokens: {params.bad_words!r}")
+        row.bad_words_BWC[:, :W, -C:] = used.bad_words_BWC
+        used = used.replace(bad_words_BWC=None)
+    return jax.tree.map(
+        lambda x, neutral: neutral if x is None else x, used, row, is_leaf=lambda x: x is None
+    )
+
+
+def neutral_processors(num_rows: int, vocab_size: int) -> ProcessorArrays:
+    """Returns all fields of `ProcessorArrays` for rows of an engine, with values that are off."""
+    shapes = dict(bias_BV=(num_rows, vocab_size), bad_words_BWC=(num_rows, *ENGINE_BAD_WORDS))
+    fields = {}
+    for field in dataclasses.fields(ProcessorArrays):
+        is_integer = field.name in ("bad_words_BWC", "min_tokens_B")
+        off = getattr(processors.OFF, field.name)
+        shape = shapes.get(field.name, (num_rows,))
+        fields[field.name] = np.full(shape, off, np.int32 if is_integer else np.float32)
+    return ProcessorArrays(**fields)

@@ -140,7 +140,7 @@ def compile_setup(folder: pathlib.Path, setup: Setup) -> None:
         args = params, draft_params, state = jax.tree.map(
             lambda x, spec: Shape(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
             (params, draft_params, state),
-            (*decode._param_specs(params, draft_params), decode._state_specs(state)),
+            (*decode.param_specs(params, draft_params), decode.state_specs(state)),
         )
         shards = [[shard(x) for x in jax.tree.leaves(part)] for part in args]
         weights = [math.prod(shape) for shape in (*shards[0], *shards[1]) if len(shape) > 1]

@@ -1,0 +1,545 @@
+"""The engine: requests come and go while the decode loop runs (continuous batching).
+
+    engine = Engine(target, drafter, drafter_params)
+    engine.submit(prompt_ids, SamplingParams(max_tokens=64))
+    while engine.has_unfinished:
+        for output in engine.step():
+            ...
+
+A step reads the report of the last call of the loop, lets the `Scheduler` decide what comes next,
+and lets the `Runner` dispatch it: admissions, chunks of prompts, and rounds. Where no request
+waits, the next call is dispatched before the report of the last one is read, so that the device
+does not wait for the host.
+
+Everything that the device does is a program of `programs`. Programs of rounds are compiled for a
+few numbers of rows, with and without sampling, processors and log-probabilities, when they are
+first needed or by `warm_up`; nothing is compiled afterwards.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specjax import decode, parallel
+from specjax.decode import DecodeConfig
+from specjax.drafters.base import Drafter
+from specjax.engine import batch, budget, runner, schedule
+from specjax.engine.detokenize import TextBuilder
+from specjax.engine.load import Model
+from specjax.engine.pages import PagePool
+from specjax.engine.programs import Report
+from specjax.engine.request import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    fresh_seed,
+    sampler_seed,
+)
+from specjax.engine.runner import Call, RowArrays, Runner
+from specjax.engine.schedule import Plan, Scheduler
+from specjax.errors import SpecJAXError
+
+CHUNK_SIZES = (16, 64, 256)
+SECONDS_PER_CALL = 0.05  # what streams accept as delay
+MAX_COMPLETIONS = 2**20  # of a request
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counts over the life of an engine.
+
+    Attributes:
+      num_running: completions that have a row.
+      num_waiting: those that wait for one.
+      num_preemptions: how often one was preempted.
+      num_prompt_tokens: tokens of prompts, of requests that have begun.
+      num_generated_tokens: tokens of outputs.
+      num_finished: finished completions by reason.
+      num_drafts: how often drafts of a row were verified.
+      num_draft_tokens: drafts that were verified.
+      num_accepted_tokens: drafts that were accepted.
+      num_accepted_per_position: of them, those at each place of a draft.
+      num_queried_tokens: prompt tokens that were looked up in the prefix index.
+      num_hit_tokens: those that were found there.
+      kv_cache_usage: share of the pages that sequences hold.
+      prefill_seconds: time in which prompts were read.
+      decode_seconds: time in which rounds ran.
+      compile_seconds: time in which programs of rounds were compiled.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: list[int] = dataclasses.field(default_factory=list)
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    kv_cache_usage: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """A request, while it waits or runs."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    on_output: Callable[[RequestOutput], None] | None
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    completions: list[_Completion] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(completion.finish_reason for completion in self.completions)
+
+
+@dataclasses.dataclass(eq=False)
+class _Completion:
+    """One of the `n` completions of a request."""
+
+    request: _Request
+    index: int
+    seed: int
+    arrays: RowArrays
+    sequence: schedule.Sequence
+    text: TextBuilder
+    num_reported: int = 0  # tokens and characters of the outputs so far
+    num_characters: int = 0
+    drafted: list[int] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    unusable_drafts: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output so far."""
+        return self.sequence.token_ids[self.sequence.prompt_length :]
+
+
+class Engine:
+    """Decodes requests that come and go. Not thread-safe: one thread calls all methods.
+
+    Attributes:
+      target: the model.
+      config: static configuration of the loop.
+      max_model_len: S, largest length of a request, prompt and output.
+      num_rows: sequences of a replica that run at a time.
+      num_pages: P, pages of a replica.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        drafter_params: Any = None,
+        *,
+        verify: str = "rejection",
+        page_size: int = 64,
+        implementation: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        num_pages: int | None = None,
+        gpu_memory_utilization: float = 0.92,
+        kv_cache_gib: float | None = None,
+        enable_prefix_caching: bool = True,
+        seconds_per_call: float = SECONDS_PER_CALL,
+        chunk_sizes: tuple[int, ...] = CHUNK_SIZES,
+    ):
+        """Makes an engine, with its pools of pages.
+
+        Args:
+          target: the model, from `specjax.load`.
+          drafter: None for plain decoding.
+          drafter_params: its parameters.
+          verify: "rejection" or "coupled", see `specjax.verify`.
+          page_size: Z, positions per page.
+          implementation: see `config.Runtime`.
+          max_model_len: largest length of a request; by default the model's context.
+          max_num_seqs: sequences that run at a time, over all replicas; by default 16 per replica
+            on a CPU and 64 on a GPU.
+          num_pages: pages of a replica; by default as many as memory allows, see `budget`.
+          gpu_memory_utilization: share of a GPU's memory that may be used.
+          kv_cache_gib: GiB of the pools of a device; on a CPU 1 by default.
+          enable_prefix_caching: whether requests with the same beginning share its pages.
+          seconds_per_call: how long a call of the loop may run, roughly. Streams wait so long.
+          chunk_sizes: sizes of the chunks in which prompts are read, in rising order.
+
+        Raises:
+          SpecJAXError: for an option out of range, or memory that does not hold one request.
+        """
+        self.target = target
+        runtime = target.runtime(page_size, implementation)
+        self.config = DecodeConfig(target.config, drafter, verify, runtime)
+        decode.check_params(target.params, self.config)
+        num_replicas = parallel.dp_size(target.mesh)
+        self.num_rows = budget.num_rows(max_num_seqs, num_replicas)
+        self.max_model_len = batch.max_model_len(target, max_model_len)
+        params = (target.params, drafter_params)
+        if num_pages is None:
+            available = budget.available_bytes(
+                self.config, self.num_rows, gpu_memory_utilization, kv_cache_gib
+            )
+            page_bytes = budget.bytes_per_page(params, self.config)
+            num_pages = available // page_bytes
+            if max_model_len is None:
+                self.max_model_len = budget.cut_context(self.config, self.max_model_len, num_pages)
+            num_pages = budget.num_pages(
+                self.config, self.num_rows, self.max_model_len, num_pages, page_bytes
+            )
+        self.num_pages = num_pages
+        replicas = []
+        for _ in range(num_replicas):
+            pool = PagePool(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
+            replicas.append(schedule.Replica(self.num_rows, pool))
+        # A chunk of one prompt keeps a CPU busy.
+        chunk_rows = 1 if budget.is_cpu() else min(4, self.num_rows)
+        self._scheduler = Scheduler(
+            replicas,
+            num_drafts=self.config.num_tokens,
+            chunk_sizes=chunk_sizes,
+            chunk_rows=chunk_rows,
+            prefill_budget=chunk_sizes[-1] * chunk_rows,
+        )
+        self._runner = Runner(
+            params,
+            self.config,
+            num_rows=self.num_rows,
+            max_model_len=self.max_model_len,
+            num_pages=num_pages,
+            chunk_sizes=chunk_sizes,
+            chunk_rows=chunk_rows,
+        )
+        self._seconds_per_call = seconds_per_call
+        self._seconds_per_round: float | None = None
+        self._requests: dict[str, _Request] = {}
+        self._order = itertools.count()
+        self._calls: collections.deque[Call] = collections.deque()
+        self._accounted = 0.0  # up to this moment time belongs to a counter of seconds
+        self._stats = EngineStats(num_accepted_per_position=[0] * self.config.num_tokens)
+
+    # --- Requests ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        prompt: str | None = None,
+        salt: bytes = b"",
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> str:
+        """Adds a request, and returns its id.
+
+        Args:
+          prompt_ids: token ids, see `batch.encode`.
+          params: how the completions are generated.
+          request_id: by default a number.
+          prompt: the text of the prompt, for the output.
+          salt: only prompts with the same salt share pages.
+          on_output: called with each output of this request, which `step` then does not return.
+
+        Raises:
+          SpecJAXError: for a prompt that is empty or leaves no room for an output, an id that is in
+            use, a parameter that does not fit the model, or a request that the cache cannot hold.
+        """
+        number = next(self._order)
+        request_id = f"request {number}" if request_id is None else request_id
+        if request_id in self._requests:
+            raise SpecJAXError(f"request id {request_id!r} is in use")
+        prompt_ids = tuple(map(int, prompt_ids))
+        batch.check_prompt_ids(self.target, prompt_ids, self.max_model_len)
+        params = batch.fit(params, self.target, self.max_model_len - len(prompt_ids))
+        request = _Request(request_id, prompt, prompt_ids, params, on_output, time.monotonic())
+        self._add_completions(request, number, salt)
+        for completion in request.completions:
+            self._scheduler.add(completion.sequence)
+        self._requests[request_id] = request
+        return request_id
+
+    def _add_completions(self, request: _Request, number: int, salt: bytes) -> None:
+        params, prompt_length = request.params, len(request.prompt_ids)
+        max_length = prompt_length + params.max_tokens
+        eos_ids = () if params.ignore_eos else self.target.eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        first_seed = fresh_seed() if params.seed is None else params.seed
+        row_processors = batch.processor_row(params, self.target)
+        for index in range(params.n):
+            seed = first_seed + index
+            sequence = schedule.Sequence(
+                list(request.prompt_ids),
+                prompt_length,
+                max_length,
+                order=number * MAX_COMPLETIONS + index,
+                salt=salt,
+                reuses_prefix=params.prompt_logprobs is None,
+                sibling=request.completions[0].sequence if index else None,
+            )
+            row = batch.request_row(params, prompt_length, max_length, sampler_seed(seed), stop_ids)
+            arrays = RowArrays(row, stop_ids, row_processors, params.logprobs)
+            text = TextBuilder(self.target.tokenizer, params)
+            completion = _Completion(request, index, seed, arrays, sequence, text)
+            sequence.owner = completion
+            request.completions.append(completion)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request without further output. Unknown ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for completion in request.completions:
+            if completion.finish_reason is None:
+                self._finish(completion, "abort")
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all prefixes; does nothing and returns False while a request runs."""
+        if self._scheduler.num_running:
+            return False
+        return all(pool.reset_prefix_cache() for pool in self._pools)
+
+    @property
+    def _pools(self) -> list[PagePool]:
+        return [replica.pool for replica in self._scheduler.replicas]
+
+    def stats(self) -> EngineStats:
+        """Returns counts over the life of the engine."""
+        pools, stats = self._pools, self._stats
+        num_referenced = sum(pool.num_referenced for pool in pools)
+        return dataclasses.replace(
+            stats,
+            num_running=self._scheduler.num_running,
+            num_waiting=len(self._scheduler.waiting),
+            num_preemptions=self._scheduler.num_preemptions,
+            num_finished=stats.num_finished.copy(),
+            num_accepted_per_position=list(stats.num_accepted_per_position),
+            num_queried_tokens=sum(pool.num_queried_tokens for pool in pools),
+            num_hit_tokens=sum(pool.num_hit_tokens for pool in pools),
+            kv_cache_usage=num_referenced / (len(pools) * self.num_pages),
+            compile_seconds=self._runner.compile_seconds,
+        )
+
+    # --- A step -----------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Lets the device go on, and returns the outputs that are new.
+
+        It takes the time of one call of the loop, roughly `seconds_per_call`, and none if no
+        request waits or runs.
+        """
+        changed: list[_Completion] = []
+        if self._scheduler.waiting:
+            while self._calls:  # a row may be free
+                changed += self._read_report()
+        plan = self._scheduler.plan(self._max_rounds())
+        while plan is None and self._calls:
+            changed += self._read_report()
+            plan = self._scheduler.plan(self._max_rounds())
+        if plan is not None:
+            self._execute(plan)
+        while len(self._calls) > 1:
+            changed += self._read_report()
+        return self._outputs(changed)
+
+    def _max_rounds(self) -> int:
+        if self._seconds_per_round is None:
+            return 1
+        rounds = int(self._seconds_per_call / self._seconds_per_round)
+        return min(max(1, rounds), runner.MAX_ROUNDS)
+
+    def _execute(self, plan: Plan) -> None:
+        started_at = time.perf_counter()
+        self._note_begin(plan.admitted)
+        self._runner.admit(plan.admitted)
+        for chunks in plan.prefill:
+            self._runner.prefill(chunks)
+        if plan.prefill:
+            self._runner.wait()
+            self._stats.prefill_seconds += self._account(started_at)
+        if plan.decoding:
+            num_expected = self._scheduler.num_running + len(self._scheduler.waiting)
+            self._calls.append(self._runner.rounds(plan, num_expected))
+
+    def _note_begin(self, admitted: list[schedule.Sequence]) -> None:
+        for sequence in admitted:
+            request = sequence.owner.request
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = time.monotonic()
+                self._stats.num_prompt_tokens += len(request.prompt_ids)
+
+    def _account(self, started_at: float) -> float:
+        """Returns the seconds since `started_at` that no counter has yet."""
+        now = time.perf_counter()
+        seconds = now - max(started_at, self._accounted)
+        self._accounted = now
+        return seconds
+
+    # --- Reports ----------------------------------------------------------------------------------
+
+    def _read_report(self) -> list[_Completion]:
+        """Waits for the oldest call in flight; returns the completions that it changed."""
+        call = self._calls.popleft()
+        report = parallel.get(call.report)
+        seconds = self._account(call.dispatched_at)
+        self._stats.decode_seconds += seconds
+        num_rounds = int(report.log.rounds_B.max())
+        if num_rounds:
+            self._seconds_per_round = seconds / num_rounds
+        changed = []
+        for slot, sequence in zip(call.slots, call.plan.decoding, strict=True):
+            if sequence.is_done:
+                continue
+            completion = sequence.owner
+            self._take(completion, call.plan, report, slot)
+            changed.append(completion)
+        return changed
+
+    def _take(self, completion: _Completion, plan: Plan, report: Report, slot: int) -> None:
+        """Takes in what a call did with a completion."""
+        sequence, log = completion.sequence, report.log
+        num_new = int(report.length_B[slot]) - sequence.length
+        new_ids = report.tokens_BS[slot, :num_new].tolist()
+        self._scheduler.observe(sequence, plan, new_ids, int(report.complete_B[slot]))
+        num_rounds = int(log.rounds_B[slot])
+        completion.drafted += log.drafted_BS[slot, :num_rounds].tolist()
+        completion.accepted += log.accepted_BS[slot, :num_rounds].tolist()
+        completion.emitted += log.emitted_BS[slot, :num_rounds].tolist()
+        completion.unusable_drafts += int(log.unusable_drafts_B[slot])
+        if num_new and completion.request.first_token_time is None:
+            completion.request.first_token_time = time.monotonic()
+        completion.text.push(new_ids)
+        if completion.text.stop_reason is not None:
+            self._cut(completion)
+            self._finish(completion, "stop", completion.text.stop_reason)
+        elif report.failed_B[slot]:
+            self._finish(completion, "error")
+        elif not report.active_B[slot]:
+            self._end_of_row(completion)
+
+    def _end_of_row(self, completion: _Completion) -> None:
+        """Ends a completion whose row the device ended."""
+        last_id = completion.sequence.token_ids[-1]
+        params = completion.request.params
+        if last_id not in completion.arrays.stop_ids:
+            self._finish(completion, "length")
+        elif last_id in params.stop_token_ids:
+            self._finish(completion, "stop", last_id)
+        else:
+            self._finish(completion, "stop")
+
+    def _cut(self, completion: _Completion) -> None:
+        """Drops the tokens behind the one that completed a stop string."""
+        num_kept, sequence = completion.text.num_tokens, completion.sequence
+        del sequence.token_ids[sequence.prompt_length + num_kept :]
+        num_left = num_kept
+        for i, emitted in enumerate(completion.emitted):
+            completion.emitted[i] = min(emitted, num_left)
+            completion.accepted[i] = min(completion.accepted[i], completion.emitted[i])
+            num_left -= completion.emitted[i]
+
+    def _finish(
+        self, completion: _Completion, reason: str, stop_reason: str | int | None = None
+    ) -> None:
+        completion.finish_reason, completion.stop_reason = reason, stop_reason
+        completion.text.finish()
+        self._scheduler.end(completion.sequence)
+        self._count(completion)
+
+    def _count(self, completion: _Completion) -> None:
+        stats = self._stats
+        stats.num_finished[completion.finish_reason] += 1
+        stats.num_generated_tokens += len(completion.token_ids)
+        stats.num_drafts += sum(drafted > 0 for drafted in completion.drafted)
+        stats.num_draft_tokens += sum(completion.drafted)
+        stats.num_accepted_tokens += sum(completion.accepted)
+        for accepted in completion.accepted:
+            for i in range(accepted):
+                stats.num_accepted_per_position[i] += 1
+
+    # --- Outputs ----------------------------------------------------------------------------------
+
+    def _outputs(self, changed: list[_Completion]) -> list[RequestOutput]:
+        """Returns the outputs of the requests of these completions, or calls their clients."""
+        outputs = []
+        requests = dict.fromkeys(completion.request for completion in changed)
+        for request in requests:
+            if request.is_finished:
+                self._requests.pop(request.request_id, None)
+            is_final_only = request.params.output_kind == RequestOutputKind.FINAL_ONLY
+            if is_final_only and not request.is_finished:
+                continue
+            output = self._output(request)
+            if request.on_output:
+                request.on_output(output)
+            else:
+                outputs.append(output)
+        return outputs
+
+    def _output(self, request: _Request) -> RequestOutput:
+        finished_time = time.monotonic() if request.is_finished else None
+        sequences = [completion.sequence for completion in request.completions]
+        metrics = RequestMetrics(
+            arrival_time=request.arrival_time,
+            first_scheduled_time=request.first_scheduled_time,
+            first_token_time=request.first_token_time,
+            finished_time=finished_time,
+            num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_ids,
+            prompt_logprobs=None,
+            outputs=tuple(map(self._completion_output, request.completions)),
+            finished=request.is_finished,
+            metrics=metrics,
+            num_cached_tokens=sequences[0].num_cached or 0,
+        )
+
+    def _completion_output(self, completion: _Completion) -> CompletionOutput:
+        token_ids, text = completion.token_ids, completion.text.text
+        if completion.request.params.output_kind == RequestOutputKind.DELTA:
+            new_ids, new_text = (
+                token_ids[completion.num_reported :],
+                text[completion.num_characters :],
+            )
+            completion.num_reported, completion.num_characters = len(token_ids), len(text)
+            token_ids, text = new_ids, new_text
+        return CompletionOutput(
+            index=completion.index,
+            text=text,
+            token_ids=tuple(token_ids),
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            seed=completion.seed,
+            drafted=tuple(completion.drafted),
+            accepted=tuple(completion.accepted),
+            emitted=tuple(completion.emitted),
+            unusable_drafts=completion.unusable_drafts,
+        )

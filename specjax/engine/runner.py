@@ -1,0 +1,298 @@
+"""The device of an engine: its state, and calls of the programs with arrays for each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from specjax import kv_cache, parallel
+from specjax.decode import DecodeConfig, RequestArrays
+from specjax.engine import batch, programs
+from specjax.engine.programs import Admission, Pages, Report
+from specjax.engine.request import SamplingParams
+from specjax.engine.schedule import Chunk, Plan
+from specjax.engine.schedule import Sequence as Row
+from specjax.processors import ProcessorArrays
+
+MAX_ROUNDS = 16  # of a call: the tables of a report have so many columns
+ADMISSION_ROWS = 4  # rows of a replica that one call of `admit` can fill
+
+
+@dataclasses.dataclass(frozen=True)
+class RowArrays:
+    """What the device must know of a sequence, apart from its tokens: arrays of one row.
+
+    Attributes:
+      request: constants of the request, without processors.
+      stop_ids: ids that end it.
+      processors: None for none.
+      logprobs: see `DecodeConfig`.
+    """
+
+    request: RequestArrays
+    stop_ids: tuple[int, ...] = ()
+    processors: ProcessorArrays | None = None
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no random number is needed."""
+        return not self.request.sampling.temperature_B.any()
+
+
+class Variant(NamedTuple):
+    """What a program of rounds is compiled for.
+
+    Attributes:
+      num_rows: rows of a replica.
+      is_greedy: whether all of them are greedy.
+      has_processors: whether logits are processed.
+      logprobs: see `DecodeConfig`.
+    """
+
+    num_rows: int
+    is_greedy: bool
+    has_processors: bool = False
+    logprobs: int | None = None
+
+
+class Call(NamedTuple):
+    """A call of `rounds` whose report has not been read yet.
+
+    Attributes:
+      plan: what it does.
+      slots: the row of each sequence of the plan in the arrays of the report.
+      report: on the device.
+      dispatched_at: seconds of `time.perf_counter`.
+    """
+
+    plan: Plan
+    slots: list[int]
+    report: Report
+    dispatched_at: float
+
+
+class Runner:
+    """Owns the state on the device.
+
+    The owner of each sequence (`schedule.Sequence.owner`) has a field `arrays` of `RowArrays`.
+
+    Attributes:
+      compile_seconds: time in which programs were compiled.
+    """
+
+    def __init__(
+        self,
+        params: tuple[Any, Any],
+        config: DecodeConfig,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        num_pages: int,
+        chunk_sizes: tuple[int, ...],
+        chunk_rows: int,
+    ):
+        """Makes the state.
+
+        Args:
+          params: of the target and of the drafter.
+          config: static configuration of the loop.
+          num_rows: sequences of a replica that run at a time.
+          max_model_len: S, the largest length of a sequence.
+          num_pages: P, pages of a replica.
+          chunk_sizes: sizes of the chunks in which prompts are read, in rising order.
+          chunk_rows: chunks of a replica in a call of `prefill`.
+        """
+        self._params, self._config, self._mesh = params, config, config.runtime.mesh
+        self._num_replicas = parallel.dp_size(self._mesh)
+        self._num_rows, self._max_model_len = num_rows, max_model_len
+        self._num_pages = num_pages
+        self._chunk_sizes, self._chunk_rows = chunk_sizes, chunk_rows
+        num_positions = max_model_len + config.num_tokens
+        self._table_width = kv_cache.pages_for(num_positions, config.runtime.page_size)
+        self._buckets = row_buckets(num_rows)
+        self._compiled: set[Variant] = set()
+        self._processors: ProcessorArrays | None = None  # of all rows, once a sequence has any
+        self.compile_seconds = 0.0
+        self._state = programs.init_jit(
+            *params, config, num_rows, max_model_len, num_pages, batch.MAX_STOP_IDS
+        )
+
+    # --- Calls ------------------------------------------------------------------------------------
+
+    def admit(self, sequences: list[Row]) -> None:
+        """Writes the rows of sequences that were given one."""
+        for i in range(0, len(sequences), ADMISSION_ROWS):
+            self._admit(sequences[i : i + ADMISSION_ROWS])
+
+    def _admit(self, sequences: list[Row]) -> None:
+        num_slots = min(ADMISSION_ROWS, self._num_rows)
+        slots = self._slots(sequences, num_slots)
+        num_rows = num_slots * self._num_replicas
+        tokens_BS = np.zeros((num_rows, self._max_model_len), np.int32)
+        length_B, start_B = np.zeros((2, num_rows), np.int32)
+        rows = [batch.request_row(SamplingParams(), 1, 1, 0, ())] * num_rows
+        for slot, sequence in zip(slots, sequences, strict=True):
+            tokens_BS[slot, : sequence.length] = sequence.token_ids
+            length_B[slot], start_B[slot] = sequence.length, sequence.num_found
+            rows[slot] = sequence.owner.arrays.request
+        request = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
+        row_B = self._row_numbers(sequences, slots, num_slots)
+        admission = Admission(row_B, tokens_BS, length_B, start_B, request)
+        admission = parallel.put(admission, self._mesh)
+        self._state = programs.admit_jit(self._config, self._state, admission)
+        if any(sequence.owner.arrays.processors for sequence in sequences):
+            self._start_processors()
+        if self._processors is not None:
+            self._admit_processors(sequences, slots, row_B)
+
+    def _start_processors(self) -> None:
+        """Makes the processors of all rows, which change nothing."""
+        if self._processors is None:
+            V = self._config.target.vocab_size
+            neutral = batch.neutral_processors(self._num_rows * self._num_replicas, V)
+            self._processors = parallel.put(neutral, self._mesh, None)
+
+    def _admit_processors(self, sequences: list[Row], slots: list[int], row_B) -> None:
+        neutral = batch.neutral_processors(1, self._config.target.vocab_size)
+        parts = [neutral] * len(row_B)
+        for slot, sequence in zip(slots, sequences, strict=True):
+            parts[slot] = sequence.owner.arrays.processors or neutral
+        new = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+        new = parallel.put(new, self._mesh, None)
+        row_B = parallel.put(row_B, self._mesh)
+        self._processors = programs.admit_processors_jit(self._config, self._processors, row_B, new)
+
+    def prefill(self, chunks: list[Chunk]) -> None:
+        """Reads chunks of prompts, at most `chunk_rows` of each replica."""
+        sequences = [chunk.sequence for chunk in chunks]
+        slots = self._slots(sequences, self._chunk_rows)
+        start_B, count_B = np.zeros((2, self._chunk_rows * self._num_replicas), np.int32)
+        for slot, chunk in zip(slots, chunks, strict=True):
+            start_B[slot], count_B[slot] = chunk.start, chunk.count
+        most = max(chunk.count for chunk in chunks)
+        size = next(size for size in self._chunk_sizes if size >= most)
+        pages = self._pages(sequences, slots, self._chunk_rows)
+        self._prefill(pages, start_B, count_B, size)
+
+    def _prefill(self, pages: Pages, start_B, count_B, size: int) -> None:
+        pages, start_B, count_B = parallel.put((pages, start_B, count_B), self._mesh)
+        self._state = programs.prefill_jit(
+            *self._params, self._config, self._state, pages, start_B, count_B, size
+        )
+
+    def wait(self) -> None:
+        """Waits until everything that was dispatched is done."""
+        jax.block_until_ready(self._state.length_B)
+
+    def rounds(self, plan: Plan, num_expected: int) -> Call:
+        """Dispatches rounds of the sequences that decode.
+
+        Args:
+          plan: what to do.
+          num_expected: most sequences of a replica that are likely to decode soon. A program for
+            so many is compiled where there is none that fits.
+        """
+        most = max(
+            sum(sequence.replica == replica for sequence in plan.decoding)
+            for replica in range(self._num_replicas)
+        )
+        arrays = [sequence.owner.arrays for sequence in plan.decoding]
+        wanted = Variant(
+            most,
+            is_greedy=all(row.is_greedy for row in arrays),
+            has_processors=any(row.processors for row in arrays),
+            logprobs=max(
+                (row.logprobs for row in arrays if row.logprobs is not None), default=None
+            ),
+        )
+        variant = self._variant(wanted, num_expected)
+        slots = self._slots(plan.decoding, variant.num_rows)
+        pages = self._pages(plan.decoding, slots, variant.num_rows)
+        limits = (plan.max_rounds, plan.until_a_row_ends)
+        dispatched_at = time.perf_counter()
+        return Call(plan, slots, self._rounds(variant, pages, limits), dispatched_at)
+
+    def _rounds(self, variant: Variant, pages: Pages, limits: tuple[int, int]) -> Report:
+        config = dataclasses.replace(self._config, logprobs=variant.logprobs)
+        limits = parallel.put(np.array(limits, np.int32), self._mesh, PartitionSpec())
+        self._state, report = programs.rounds_jit(
+            *self._params,
+            config,
+            self._state,
+            parallel.put(pages, self._mesh),
+            self._processors if variant.has_processors else None,
+            limits,
+            MAX_ROUNDS,
+            variant.is_greedy,
+        )
+        return report
+
+    def _variant(self, wanted: Variant, num_expected: int) -> Variant:
+        """Returns the variant for these rows: a compiled one if there is any, else a new one."""
+        compiled = [variant for variant in self._compiled if variant[1:] == wanted[1:]]
+        fitting = [variant for variant in compiled if variant.num_rows >= wanted.num_rows]
+        if fitting:
+            return min(fitting)
+        num_rows = max(wanted.num_rows, min(num_expected, self._num_rows))
+        bucket = next(bucket for bucket in self._buckets if bucket >= num_rows)
+        variant = wanted._replace(num_rows=bucket)
+        self.compile(variant)
+        return variant
+
+    # --- Compilation ------------------------------------------------------------------------------
+
+    def compile(self, variant: Variant) -> None:
+        """Compiles a program of rounds by a call that does nothing."""
+        start = time.perf_counter()
+        self.wait()
+        if variant.has_processors:
+            self._start_processors()
+        self._rounds(variant, self._pages([], [], variant.num_rows), (0, 0))
+        self.wait()
+        self._compiled.add(variant)
+        self.compile_seconds += time.perf_counter() - start
+
+    # --- Arrays of a call -------------------------------------------------------------------------
+
+    def _slots(self, sequences: Sequence[Row], num_slots: int) -> list[int]:
+        """Returns the row of each sequence in arrays that have `num_slots` for each replica."""
+        used = [0] * self._num_replicas
+        slots = []
+        for sequence in sequences:
+            slots.append(sequence.replica * num_slots + used[sequence.replica])
+            used[sequence.replica] += 1
+        return slots
+
+    def _row_numbers(self, sequences: Sequence[Row], slots: list[int], num_slots: int):
+        row_B = np.full(num_slots * self._num_replicas, self._num_rows, np.int32)
+        row_B[slots] = [sequence.row for sequence in sequences]
+        return row_B
+
+    def _pages(self, sequences: Sequence[Row], slots: list[int], num_slots: int) -> Pages:
+        num_rows = num_slots * self._num_replicas
+        table_BX = np.full((num_rows, self._table_width), self._num_pages, np.int32)
+        capacity_B = np.zeros(num_rows, np.int32)
+        for slot, sequence in zip(slots, sequences, strict=True):
+            table_BX[slot, : len(sequence.pages)] = sequence.pages
+            capacity_B[slot] = len(sequence.pages) * self._config.runtime.page_size
+        return Pages(self._row_numbers(sequences, slots, num_slots), table_BX, capacity_B)
+
+
+def row_buckets(num_rows: int) -> tuple[int, ...]:
+    """Returns the numbers of rows for which programs are compiled, in rising order.
+
+    A pass over a few rows costs a CPU more with each row. On a GPU it hardly does, and programs
+    take longer to compile.
+    """
+    step = 2 if jax.default_backend() == "cpu" else 4
+    buckets = [1]
+    while buckets[-1] < num_rows:
+        buckets.append(min(buckets[-1] * step, num_rows))
+    return tuple(buckets)
