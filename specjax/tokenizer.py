@@ -32,6 +32,7 @@ SPECIAL_NAMES = (
 # Names of a message's reasoning; templates read the first, those of gpt-oss the second.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 REPLACEMENT = "\ufffd"
+NUM_PREVIOUS_IDS = 8  # enough of a prompt to decode what follows it
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -207,23 +208,39 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
 
-    def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """Returns a new incremental decoder."""
-        return StreamDecoder(self, skip_special_tokens)
+    def stream(
+        self, skip_special_tokens: bool = True, previous_ids: Sequence[int] = ()
+    ) -> StreamDecoder:
+        """Returns a new incremental decoder.
+
+        Args:
+          skip_special_tokens: whether special tokens have no text.
+          previous_ids: ids before the first one. They have no text, but the next ones may depend on
+            them.
+        """
+        return StreamDecoder(self, skip_special_tokens, previous_ids)
 
 
 class StreamDecoder:
     """Decodes ids as they arrive. The pieces, joined, equal `Tokenizer.decode` of all ids.
+
+    With ids before the first one, they are what the text of all ids has behind that of these.
 
     A token's text may depend on the token before it (a leading space, a character split over
     tokens). The ids of the last piece are therefore decoded again as context, and only the text
     that follows theirs is returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        previous_ids: Sequence[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._context: list[int] = []  # ids whose text has been returned
+        # Ids whose text has been returned.
+        self._context = list(previous_ids[-NUM_PREVIOUS_IDS:])
         self._waiting: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:

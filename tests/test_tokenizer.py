@@ -5,8 +5,7 @@ import json
 import random
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from specjax import tokenizer as tokenizer_lib
 from specjax.errors import SpecJAXError
@@ -26,29 +25,7 @@ def tokenizer(folder):
 
 
 def sentencepiece():
-    """A tokenizer with byte fallback; encoding adds a leading space, decoding removes it."""
-    tokens = [*folders.SENTENCEPIECE_TOKENS, "▁", "a", "b", "▁a", "ab"]
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            {token: i for i, token in enumerate(tokens)},
-            [("▁", "a"), ("a", "b")],
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    backend.add_special_tokens(tokens[:3])
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend = folders.sentencepiece_backend()
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
 
 

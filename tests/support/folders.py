@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CONFIG = {
@@ -112,6 +112,33 @@ def byte_fallback_backend():
     vocabulary = {token: i for i, token in enumerate(tokens)}
     result = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     result.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return result
+
+
+def sentencepiece_backend():
+    """A tokenizer with byte fallback; encoding adds a leading space, decoding removes it."""
+    tokens = [*SENTENCEPIECE_TOKENS, "▁", "a", "b", "▁a", "ab"]
+    result = tokenizers.Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [("▁", "a"), ("a", "b")],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    result.add_special_tokens(tokens[:3])
+    result.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    result.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return result
 
 
