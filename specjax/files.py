@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ os.umask(_UMASK)
 MODE = 0o666 & ~_UMASK
 # A file of this name marks a folder that is being written, or whose writer was killed.
 INCOMPLETE = "INCOMPLETE"
+REMOVE_ATTEMPTS, SECONDS_BEFORE_REMOVING_AGAIN = 20, 0.1
 
 
 def expand(path: str | os.PathLike) -> pathlib.Path:
@@ -78,10 +80,19 @@ def new_folder(output: str | os.PathLike) -> Iterator[pathlib.Path]:
         check_not_exists(final)
         temporary.rename(final)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_folder(temporary)
         if isinstance(error, OSError):
             raise SpecJAXError(f"cannot write {output}: {error}") from error
         raise
+
+
+def _remove_folder(folder: pathlib.Path) -> None:
+    """Removes a folder in which threads of a library may still write what was abandoned."""
+    for _ in range(REMOVE_ATTEMPTS):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(SECONDS_BEFORE_REMOVING_AGAIN)
+        if not folder.exists():
+            return
 
 
 @contextlib.contextmanager

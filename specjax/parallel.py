@@ -35,6 +35,7 @@ from specjax.errors import SpecJAXError
 DATA, TP_SHARED, TP_TARGET = MESH_AXES = ("data", "tp_shared", "tp_target")
 MODEL_AXES = {"target": (TP_SHARED, TP_TARGET), "draft": (TP_SHARED,)}
 ROWS = PartitionSpec(DATA)
+MESSAGE_BYTES = 1024  # of what processes tell each other in one exchange
 
 # Letter -> mesh axes, for the arrays of each model. Sequences (B) and pages (P) are split over the
 # batch's axis. Tensor parallelism splits kv heads (K, each with its query heads), the feed-forward
@@ -257,6 +258,30 @@ def check_alike(values: Any, mesh: Mesh | None) -> None:
     digest = np.uint32(zlib.crc32(pickle.dumps(jax.tree.map(np.asarray, values))))
     if len(set(multihost_utils.process_allgather(digest).tolist())) > 1:
         raise SpecJAXError("the processes of this run were not given the same prompts and options")
+
+
+def from_first_process(value: Any, mesh: Mesh | None) -> Any:
+    """Returns the value of process 0, in every process of a mesh.
+
+    Args:
+      value: anything that can be pickled; what other processes pass is ignored.
+      mesh: the mesh; if one process has all of it, the value is returned as it is.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        return value
+    data = pickle.dumps(value) if jax.process_index() == 0 else b""
+    # Short messages, which most are, take one exchange.
+    head = np.zeros(MESSAGE_BYTES, np.uint8)
+    message = len(data).to_bytes(8, "little") + data[: MESSAGE_BYTES - 8]
+    head[: len(message)] = np.frombuffer(message, np.uint8)
+    head = multihost_utils.broadcast_one_to_all(head).tobytes()
+    size, data = int.from_bytes(head[:8], "little"), head[8:]
+    if size > len(data):
+        rest = np.zeros(size - len(data), np.uint8)
+        if jax.process_index() == 0:
+            rest[:] = np.frombuffer(pickle.dumps(value), np.uint8)[len(data) :]
+        data += multihost_utils.broadcast_one_to_all(rest).tobytes()
+    return pickle.loads(data[:size])
 
 
 # --- Inside a program -----------------------------------------------------------------------------

@@ -581,15 +581,14 @@ def _power_of_two(number: int) -> int:
 
 
 def request_row(
-    params: SamplingParams, prompt_length: int, max_length: int, seed: int, stop_ids: Sequence[int]
+    params: SamplingParams, prompt_length: int, max_length: int, stop_ids: Sequence[int]
 ) -> RequestArrays:
-    """Returns the constants of one row of an engine, without processors.
+    """Returns the constants of one row of an engine, without processors and with seed 0.
 
     Args:
       params: how it is sampled.
       prompt_length: tokens of the prompt.
       max_length: largest length, prompt and output.
-      seed: uint32.
       stop_ids: ids that end the row.
 
     Raises:
@@ -607,7 +606,7 @@ def request_row(
         max_length_B=np.array([max_length], np.int32),
         eos_BE=eos_1E,
         sampling=SamplingArrays(
-            seed_B=np.array([seed], np.uint32),
+            seed_B=np.zeros(1, np.uint32),
             temperature_B=np.array([params.temperature], np.float32),
             top_k_B=np.array([params.top_k], np.int32),
             top_p_B=np.array([params.top_p], np.float32),

@@ -97,11 +97,13 @@ class _Request:
     """A request, while it waits or runs."""
 
     request_id: str
+    number: int
     prompt: str | None
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    on_output: Callable[[RequestOutput], None] | None
-    arrival_time: float
+    salt: bytes
+    arrays: RowArrays
+    arrival_time: float = dataclasses.field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     completions: list[_Completion] = dataclasses.field(default_factory=list)
@@ -232,6 +234,8 @@ class Engine:
         self._seconds_per_call = seconds_per_call
         self._seconds_per_round: float | None = None
         self._requests: dict[str, _Request] = {}
+        self._clients: dict[str, Callable[[RequestOutput], None] | None] = {}
+        self._events: list[_Request | str] = []  # new requests, and ids of those to abort
         self._order = itertools.count()
         self._calls: collections.deque[Call] = collections.deque()
         self._accounted = 0.0  # up to this moment time belongs to a counter of seconds
@@ -265,56 +269,66 @@ class Engine:
         """
         number = next(self._order)
         request_id = f"request {number}" if request_id is None else request_id
-        if request_id in self._requests:
+        if request_id in self._clients:
             raise SpecJAXError(f"request id {request_id!r} is in use")
         prompt_ids = tuple(map(int, prompt_ids))
         batch.check_prompt_ids(self.target, prompt_ids, self.max_model_len)
         params = batch.fit(params, self.target, self.max_model_len - len(prompt_ids))
-        request = _Request(request_id, prompt, prompt_ids, params, on_output, time.monotonic())
-        self._add_completions(request, number, salt)
-        for completion in request.completions:
-            self._scheduler.add(completion.sequence)
-        self._requests[request_id] = request
+        self._scheduler.check_fits(len(prompt_ids), len(prompt_ids) + params.max_tokens)
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=fresh_seed())
+        arrays = self._arrays(params, len(prompt_ids))
+        request = _Request(request_id, number, prompt, prompt_ids, params, salt, arrays)
+        self._clients[request_id] = on_output
+        self._events.append(request)
         return request_id
 
-    def _add_completions(self, request: _Request, number: int, salt: bytes) -> None:
-        params, prompt_length = request.params, len(request.prompt_ids)
-        max_length = prompt_length + params.max_tokens
+    def _arrays(self, params: SamplingParams, prompt_length: int) -> RowArrays:
         eos_ids = () if params.ignore_eos else self.target.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
-        first_seed = fresh_seed() if params.seed is None else params.seed
-        row_processors = batch.processor_row(params, self.target)
-        for index in range(params.n):
-            seed = first_seed + index
-            sequence = schedule.Sequence(
-                list(request.prompt_ids),
-                prompt_length,
-                max_length,
-                order=number * MAX_COMPLETIONS + index,
-                salt=salt,
-                reuses_prefix=params.prompt_logprobs is None,
-                sibling=request.completions[0].sequence if index else None,
-            )
-            row = batch.request_row(params, prompt_length, max_length, sampler_seed(seed), stop_ids)
-            arrays = RowArrays(row, stop_ids, row_processors, params.logprobs)
-            text = TextBuilder(self.target.tokenizer, params)
-            completion = _Completion(request, index, seed, arrays, sequence, text)
-            sequence.owner = completion
-            request.completions.append(completion)
+        max_length = prompt_length + params.max_tokens
+        row = batch.request_row(params, prompt_length, max_length, stop_ids)
+        return RowArrays(row, stop_ids, batch.processor_row(params, self.target), params.logprobs)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request without further output. Unknown ids are ignored."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        for completion in request.completions:
-            if completion.finish_reason is None:
-                self._finish(completion, "abort")
+        """Ends a request with the next step, without further output. Unknown ids are ignored."""
+        self._events.append(request_id)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._requests)
+        return bool(self._clients)
+
+    def _begin(self, request: _Request) -> None:
+        self._requests[request.request_id] = request
+        params, prompt_length = request.params, len(request.prompt_ids)
+        first = None
+        for index in range(params.n):
+            seed = params.seed + index
+            sequence = schedule.Sequence(
+                list(request.prompt_ids),
+                prompt_length,
+                prompt_length + params.max_tokens,
+                order=request.number * MAX_COMPLETIONS + index,
+                salt=request.salt,
+                reuses_prefix=params.prompt_logprobs is None,
+                sibling=first,
+            )
+            first = first or sequence
+            arrays = request.arrays.with_seed(sampler_seed(seed))
+            text = TextBuilder(self.target.tokenizer, params)
+            sequence.owner = _Completion(request, index, seed, arrays, sequence, text)
+            request.completions.append(sequence.owner)
+            self._scheduler.add(sequence)
+
+    def _abort(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._clients.pop(request_id, None)
+        for completion in request.completions:
+            if completion.finish_reason is None:
+                self._finish(completion, "abort")
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all prefixes; does nothing and returns False while a request runs."""
@@ -343,6 +357,17 @@ class Engine:
             compile_seconds=self._runner.compile_seconds,
         )
 
+    def warm_up(self, *, processors: bool = True) -> None:
+        """Compiles what requests may need, so that nothing is compiled later.
+
+        Log-probabilities are not among it: their programs are compiled when they are first asked
+        for.
+
+        Args:
+          processors: also for requests with penalties, biases or forbidden tokens.
+        """
+        self._runner.warm_up(self._runner.variants(has_processors=processors))
+
     # --- A step -----------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
@@ -352,18 +377,35 @@ class Engine:
         request waits or runs.
         """
         changed: list[_Completion] = []
+        max_rounds = self._take_events()
         if self._scheduler.waiting:
             while self._calls:  # a row may be free
                 changed += self._read_report()
-        plan = self._scheduler.plan(self._max_rounds())
+        plan = self._scheduler.plan(max_rounds)
         while plan is None and self._calls:
             changed += self._read_report()
-            plan = self._scheduler.plan(self._max_rounds())
+            plan = self._scheduler.plan(max_rounds)
         if plan is not None:
             self._execute(plan)
         while len(self._calls) > 1:
             changed += self._read_report()
         return self._outputs(changed)
+
+    def _take_events(self) -> int:
+        """Begins and aborts requests; returns the most rounds of the next call.
+
+        What depends on arrivals and on time is decided by process 0 of a mesh. The rest is a
+        function of it, and the same in all processes.
+        """
+        events, self._events = self._events, []
+        decided = (events, self._max_rounds())
+        events, max_rounds = parallel.from_first_process(decided, self.target.mesh)
+        for event in events:
+            if isinstance(event, str):
+                self._abort(event)
+            else:
+                self._begin(event)
+        return max_rounds
 
     def _max_rounds(self) -> int:
         if self._seconds_per_round is None:
@@ -487,14 +529,16 @@ class Engine:
         outputs = []
         requests = dict.fromkeys(completion.request for completion in changed)
         for request in requests:
+            on_output = self._clients.get(request.request_id)
             if request.is_finished:
                 self._requests.pop(request.request_id, None)
+                self._clients.pop(request.request_id, None)
             is_final_only = request.params.output_kind == RequestOutputKind.FINAL_ONLY
             if is_final_only and not request.is_finished:
                 continue
             output = self._output(request)
-            if request.on_output:
-                request.on_output(output)
+            if on_output:
+                on_output(output)
             else:
                 outputs.append(output)
         return outputs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,6 +41,11 @@ class RowArrays:
     stop_ids: tuple[int, ...] = ()
     processors: ProcessorArrays | None = None
     logprobs: int | None = None
+
+    def with_seed(self, seed: int) -> RowArrays:
+        """Returns the arrays of the same request with another seed, a uint32."""
+        sampling = self.request.sampling.replace(seed_B=np.array([seed], np.uint32))
+        return dataclasses.replace(self, request=self.request.replace(sampling=sampling))
 
     @property
     def is_greedy(self) -> bool:
@@ -137,7 +144,7 @@ class Runner:
         num_rows = num_slots * self._num_replicas
         tokens_BS = np.zeros((num_rows, self._max_model_len), np.int32)
         length_B, start_B = np.zeros((2, num_rows), np.int32)
-        rows = [batch.request_row(SamplingParams(), 1, 1, 0, ())] * num_rows
+        rows = [batch.request_row(SamplingParams(), 1, 1, ())] * num_rows
         for slot, sequence in zip(slots, sequences, strict=True):
             tokens_BS[slot, : sequence.length] = sequence.token_ids
             length_B[slot], start_B[slot] = sequence.length, sequence.num_found
@@ -148,7 +155,7 @@ class Runner:
         admission = parallel.put(admission, self._mesh)
         self._state = programs.admit_jit(self._config, self._state, admission)
         if any(sequence.owner.arrays.processors for sequence in sequences):
-            self._start_processors()
+            self._start_processors()  # if none had any before
         if self._processors is not None:
             self._admit_processors(sequences, slots, row_B)
 
@@ -182,10 +189,12 @@ class Runner:
         self._prefill(pages, start_B, count_B, size)
 
     def _prefill(self, pages: Pages, start_B, count_B, size: int) -> None:
-        pages, start_B, count_B = parallel.put((pages, start_B, count_B), self._mesh)
-        self._state = programs.prefill_jit(
-            *self._params, self._config, self._state, pages, start_B, count_B, size
-        )
+        arguments = self._prefill_arguments(pages, start_B, count_B, size)
+        self._state = programs.prefill_jit(*arguments)
+
+    def _prefill_arguments(self, pages: Pages, start_B, count_B, size: int) -> tuple:
+        arrays = parallel.put((pages, start_B, count_B), self._mesh)
+        return (*self._params, self._config, self._state, *arrays, size)
 
     def wait(self) -> None:
         """Waits until everything that was dispatched is done."""
@@ -220,11 +229,14 @@ class Runner:
         return Call(plan, slots, self._rounds(variant, pages, limits), dispatched_at)
 
     def _rounds(self, variant: Variant, pages: Pages, limits: tuple[int, int]) -> Report:
-        config = dataclasses.replace(self._config, logprobs=variant.logprobs)
+        self._state, report = programs.rounds_jit(*self._round_arguments(variant, pages, limits))
+        return report
+
+    def _round_arguments(self, variant: Variant, pages: Pages, limits: tuple[int, int]) -> tuple:
         limits = parallel.put(np.array(limits, np.int32), self._mesh, PartitionSpec())
-        self._state, report = programs.rounds_jit(
+        return (
             *self._params,
-            config,
+            dataclasses.replace(self._config, logprobs=variant.logprobs),
             self._state,
             parallel.put(pages, self._mesh),
             self._processors if variant.has_processors else None,
@@ -232,7 +244,6 @@ class Runner:
             MAX_ROUNDS,
             variant.is_greedy,
         )
-        return report
 
     def _variant(self, wanted: Variant, num_expected: int) -> Variant:
         """Returns the variant for these rows: a compiled one if there is any, else a new one."""
@@ -254,10 +265,45 @@ class Runner:
         self.wait()
         if variant.has_processors:
             self._start_processors()
-        self._rounds(variant, self._pages([], [], variant.num_rows), (0, 0))
+        self._rounds(variant, self._no_pages(variant.num_rows), (0, 0))
         self.wait()
         self._compiled.add(variant)
         self.compile_seconds += time.perf_counter() - start
+
+    def _no_pages(self, num_slots: int) -> Pages:
+        return self._pages([], [], num_slots)
+
+    def variants(self, *, has_processors: bool) -> list[Variant]:
+        """Returns what requests without log-probabilities may need."""
+        found = []
+        for num_rows in self._buckets:
+            found += [Variant(num_rows, is_greedy=True), Variant(num_rows, is_greedy=False)]
+            if has_processors:
+                found.append(Variant(num_rows, is_greedy=False, has_processors=True))
+        return found
+
+    def warm_up(self, variants: list[Variant]) -> None:
+        """Compiles everything that the calls of these variants need, several programs at a time."""
+        start = time.perf_counter()
+        if any(variant.has_processors for variant in variants):
+            self._start_processors()
+        lowered = []
+        chunk_B = np.zeros((2, self._chunk_rows * self._num_replicas), np.int32)
+        for size in self._chunk_sizes:
+            arguments = self._prefill_arguments(self._no_pages(self._chunk_rows), *chunk_B, size)
+            lowered.append(programs.prefill_jit.lower(*arguments))
+        for variant in variants:
+            arguments = self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
+            lowered.append(programs.rounds_jit.lower(*arguments))
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda program: program.compile(), lowered))
+        self.compile_seconds += time.perf_counter() - start
+        # What was compiled is found again by the first call.
+        self._admit([])
+        for size in self._chunk_sizes:
+            self._prefill(self._no_pages(self._chunk_rows), *chunk_B, size)
+        for variant in variants:
+            self.compile(variant)
 
     # --- Arrays of a call -------------------------------------------------------------------------
 

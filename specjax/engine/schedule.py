@@ -156,22 +156,24 @@ class Scheduler:
         return sum(len(replica.running) for replica in self.replicas)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence behind those of smaller `order`.
+        """Adds a sequence, which `check_fits` accepts, behind those of smaller `order`."""
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def check_fits(self, prompt_length: int, max_length: int) -> None:
+        """Checks that a sequence can run if it is alone.
 
         Raises:
-          SpecJAXError: for one that could not run if it were alone.
+          SpecJAXError: if the cache has too few pages.
         """
         pool = self.replicas[0].pool
-        num_positions = sequence.max_length - 1 + self._num_drafts
-        num_needed = pages_for(num_positions, pool.page_size)
+        num_needed = pages_for(max_length - 1 + self._num_drafts, pool.page_size)
         if num_needed > pool.num_pages:
             raise SpecJAXError(
-                f"a prompt of {sequence.prompt_length} tokens and an output of up to "
-                f"{sequence.max_length - sequence.prompt_length} need {num_needed} pages of "
-                f"{pool.page_size} positions, but the cache has {pool.num_pages}; shorten them, or "
-                "give the cache more memory"
+                f"a prompt of {prompt_length} tokens with an output of up to "
+                f"{max_length - prompt_length} needs {num_needed} pages of {pool.page_size} "
+                f"positions, but the cache has {pool.num_pages}; shorten them, or give the cache "
+                "more memory"
             )
-        bisect.insort(self.waiting, sequence, key=_order)
 
     def end(self, sequence: Sequence) -> None:
         """Takes a sequence out, whether it waits or runs. Its pages remain in the prefix index."""
