@@ -136,8 +136,9 @@ def from_dict(fields: Mapping[str, Any]) -> SpeculativeConfig:
     return dataclasses.replace(config, options=options, verify=_verify(fields))
 
 
-def _is_drafter(name: str) -> bool:
-    return any(part in registry.names() for part in name.split(","))
+def _is_drafter(name: Any) -> bool:
+    parts = name.split(",") if isinstance(name, str) else ()
+    return any(part in registry.names() for part in parts)
 
 
 def _size(value: Any) -> int:
