@@ -578,14 +578,15 @@ class TestNumSpeculativeTokens:
 
     @pytest.fixture
     def configs(self, monkeypatch):
-        """Records the configuration of every loop that runs."""
-        found, init = [], decode.init_jit
+        """Records the configuration of every engine."""
+        found, make = [], generation.Engine
 
-        def recorded(params, drafter_params, config, *rest):
-            found.append(config)
-            return init(params, drafter_params, config, *rest)
+        def recorded(*arguments, **options):
+            engine = make(*arguments, **options)
+            found.append(engine.config)
+            return engine
 
-        monkeypatch.setattr(decode, "init_jit", recorded)
+        monkeypatch.setattr(generation, "Engine", recorded)
         return found
 
     @pytest.mark.parametrize(
@@ -624,22 +625,6 @@ class TestNumSpeculativeTokens:
         )
         assert [config.drafter.num_tokens for config in configs] == [4, 2]
         assert cut.completions == expected.completions
-
-
-def test_the_loop_returns_to_the_host_at_regular_intervals(target, monkeypatch, plain):
-    """Calls take about the same time, so that Ctrl-C works even without streaming."""
-    limits, generate_jit, clock = [], decode.generate_jit, iter(range(10**6))
-
-    def recorded(*args):
-        limits.append(int(args[-1]))
-        return generate_jit(*args)
-
-    monkeypatch.setattr(decode, "generate_jit", recorded)
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: next(clock) / 16)
-    result = specjax.generate(target, "none", PROMPTS, max_new_tokens=40)
-    assert tokens(result) == [c.tokens for c in plain]
-    # Each call takes 1/16 s by this clock, so the next one may have 8 times as many rounds.
-    assert limits == [0, 1, 8, 64]
 
 
 class TestDuplicateBos:

@@ -33,6 +33,7 @@ MAX_TEMPERATURE = 1e27
 MAX_PREFILL_CHUNK = 256
 FLOAT32 = np.finfo(np.float32)
 MIN_EOS_IDS = 8  # columns of the table of end-of-sequence ids, so that few sizes are compiled
+MAX_NEW_TOKENS = 2**31 - 1
 MAX_STOP_IDS = 64  # of a request of an engine
 # Of one prompt; the limits of vLLM. Powers of two from the least ones on, so that few sizes are
 # compiled.
@@ -235,6 +236,35 @@ def per_prompt(name: str, value: Any, batch_size: int) -> np.ndarray:
         raise SpecJAXError(f"{name} must be in {allowed.text}, got {array[~is_allowed].flat[0]!s}")
     dtype = np.int64 if allowed.kind is int else np.float32
     return np.broadcast_to(array, (batch_size,)).astype(dtype)
+
+
+def sampling_params(
+    eos_sets: Sequence[Sequence[int]], *, max_tokens: Sequence[int], **options: Any
+) -> list[SamplingParams]:
+    """Returns the parameters of each prompt, from options with one value for all or one per prompt.
+
+    Args:
+      eos_sets: ids that end each completion.
+      max_tokens: of each prompt.
+      **options: temperature, top_k, top_p, min_p and seed.
+
+    Raises:
+      SpecJAXError: see `per_prompt`.
+    """
+    columns = {name: per_prompt(name, x, len(eos_sets)).tolist() for name, x in options.items()}
+    params = []
+    for b, eos_ids in enumerate(eos_sets):
+        values = {name: column[b] for name, column in columns.items()}
+        params.append(
+            SamplingParams.unchecked(
+                max_tokens=int(max_tokens[b]),
+                ignore_eos=True,
+                stop_token_ids=tuple(eos_ids),
+                detokenize=False,
+                **values,
+            )
+        )
+    return params
 
 
 def max_lengths(
@@ -666,8 +696,8 @@ def check_prompt_ids(model: Model, ids: Sequence[int], max_model_len: int) -> No
     _check_ids("the prompt", ids, model.num_valid_tokens)
 
 
-def fit(params: SamplingParams, model: Model, room: int) -> SamplingParams:
-    """Returns the parameters with the `max_tokens` that can be generated.
+def max_new_tokens(params: SamplingParams, model: Model, room: int) -> int:
+    """Returns how many tokens a request may generate.
 
     Args:
       params: of a request.
@@ -688,14 +718,14 @@ def fit(params: SamplingParams, model: Model, room: int) -> SamplingParams:
             f"min_tokens must be at most the {max_tokens} tokens that can be generated, got "
             f"{params.min_tokens}"
         )
-    return dataclasses.replace(params, max_tokens=max_tokens)
+    return max_tokens
 
 
 def processor_row(params: SamplingParams, model: Model) -> ProcessorArrays | None:
     """Returns what changes the logits of one row of an engine; None for nothing.
 
     Args:
-      params: from `fit`.
+      params: of a request.
       model: the target.
 
     Raises:
@@ -712,7 +742,7 @@ def processor_row(params: SamplingParams, model: Model) -> ProcessorArrays | Non
         allowed_token_ids=params.allowed_token_ids,
         bad_words=bad_words or None,
     )
-    used = processor_arrays(options, np.array([params.max_tokens]), vocabulary)
+    used = processor_arrays(options, np.array([MAX_NEW_TOKENS]), vocabulary)
     if used is None:
         return None
     row = neutral_processors(1, vocabulary.size)

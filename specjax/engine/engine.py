@@ -101,6 +101,8 @@ class _Request:
     prompt: str | None
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    max_length: int
+    seed: int
     salt: bytes
     arrays: RowArrays
     arrival_time: float = dataclasses.field(default_factory=time.monotonic)
@@ -273,20 +275,27 @@ class Engine:
             raise SpecJAXError(f"request id {request_id!r} is in use")
         prompt_ids = tuple(map(int, prompt_ids))
         batch.check_prompt_ids(self.target, prompt_ids, self.max_model_len)
-        params = batch.fit(params, self.target, self.max_model_len - len(prompt_ids))
-        self._scheduler.check_fits(len(prompt_ids), len(prompt_ids) + params.max_tokens)
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=fresh_seed())
-        arrays = self._arrays(params, len(prompt_ids))
-        request = _Request(request_id, number, prompt, prompt_ids, params, salt, arrays)
+        room = self.max_model_len - len(prompt_ids)
+        max_length = len(prompt_ids) + batch.max_new_tokens(params, self.target, room)
+        self._scheduler.check_fits(len(prompt_ids), max_length)
+        request = _Request(
+            request_id=request_id,
+            number=number,
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            params=params,
+            max_length=max_length,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            salt=salt,
+            arrays=self._arrays(params, len(prompt_ids), max_length),
+        )
         self._clients[request_id] = on_output
         self._events.append(request)
         return request_id
 
-    def _arrays(self, params: SamplingParams, prompt_length: int) -> RowArrays:
+    def _arrays(self, params: SamplingParams, prompt_length: int, max_length: int) -> RowArrays:
         eos_ids = () if params.ignore_eos else self.target.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
-        max_length = prompt_length + params.max_tokens
         row = batch.request_row(params, prompt_length, max_length, stop_ids)
         return RowArrays(row, stop_ids, batch.processor_row(params, self.target), params.logprobs)
 
@@ -304,11 +313,11 @@ class Engine:
         params, prompt_length = request.params, len(request.prompt_ids)
         first = None
         for index in range(params.n):
-            seed = params.seed + index
+            seed = request.seed + index
             sequence = schedule.Sequence(
                 list(request.prompt_ids),
                 prompt_length,
-                prompt_length + params.max_tokens,
+                request.max_length,
                 order=request.number * MAX_COMPLETIONS + index,
                 salt=request.salt,
                 reuses_prefix=params.prompt_logprobs is None,
@@ -316,7 +325,7 @@ class Engine:
             )
             first = first or sequence
             arrays = request.arrays.with_seed(sampler_seed(seed))
-            text = TextBuilder(self.target.tokenizer, params)
+            text = TextBuilder(self.target.tokenizer, params, arrays.stop_ids, request.prompt_ids)
             sequence.owner = _Completion(request, index, seed, arrays, sequence, text)
             request.completions.append(sequence.owner)
             self._scheduler.add(sequence)

@@ -1,21 +1,20 @@
-"""`specjax.generate`: text or token ids in, completions out. `decode` does all the work."""
+"""`specjax.generate`: text or token ids in, completions out. A client of the engine."""
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from specjax import decode, parallel
-from specjax.decode import DecodeConfig, DecodeState, RequestArrays
+from specjax import parallel
+from specjax.decode import DecodeState
 from specjax.drafters import registry
 from specjax.drafters.base import Drafter
 from specjax.engine import batch
-from specjax.engine.batch import Batch
+from specjax.engine.engine import Engine
 from specjax.engine.load import LoadedDraft, Model, check_same_vocabulary
 from specjax.engine.request import (
     Completion,
@@ -23,16 +22,17 @@ from specjax.engine.request import (
     OnCompletion,
     OnTokens,
     Prompt,
-    SamplingOptions,
-    from_draft,
+    RequestOutput,
+    SamplingParams,
 )
 from specjax.errors import SpecJAXError
+from specjax.kv_cache import pages_for
 from specjax.tokenizer import Tokenizer
 
 MAX_SPECULATIVE_TOKENS = 128  # the memory of a round grows with it
-ROUNDS_WHILE_STREAMING = 4  # rounds per call of the loop while `on_tokens` is given
-SECONDS_PER_CALL = 0.5  # roughly, otherwise: Python handles Ctrl-C only between calls
-NO_LIMIT = np.iinfo(np.int32).max
+MAX_NUM_SEQS = 64  # prompts that are decoded at a time
+SECONDS_PER_CALL = 0.5  # of the loop, roughly: Python handles Ctrl-C only between calls
+SECONDS_PER_CALL_OF_STREAMS = 0.05
 
 
 def default_num_speculative_tokens(drafter: str) -> int:
@@ -67,10 +67,11 @@ def generate(
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     page_size: int = 64,
     implementation: str | None = None,
+    max_num_seqs: int = MAX_NUM_SEQS,
     on_tokens: OnTokens | None = None,
     on_completion: OnCompletion | None = None,
 ) -> Generation:
-    """Generates a completion for each prompt, all of them in one batch.
+    """Generates a completion for each prompt.
 
     The output follows the target's distribution for every drafter: at temperature 0 it is the
     target's greedy text, and with `verify="coupled"` the text of plain sampling with the same seed.
@@ -103,6 +104,7 @@ def generate(
       implementation: "mosaic_gpu" (this package's kernels), "xla" or "interpret" (the kernels in
         Pallas' interpreter), for attention and sampling; by default the kernels if they can run,
         see `specjax env`.
+      max_num_seqs: prompts that are decoded at a time; the others wait for one of them to end.
       on_tokens: called while tokens are generated, see `request.OnTokens`. If the mesh spans
         several processes, they need the same arguments, and all or none have `on_tokens`.
       on_completion: called when a prompt is finished, see `request.OnCompletion`; the same holds
@@ -114,17 +116,17 @@ def generate(
     """
     _check_models(target, draft)
     prompt_ids = batch.encode_prompts(target, prompts)
-    num_prompts, replicas = len(prompt_ids), parallel.dp_size(target.mesh)
     max_length_B = batch.max_lengths(target, prompt_ids, max_new_tokens)
-    rows = batch.arrays(
-        prompt_ids,
-        max_length=max_length_B,
-        eos_ids=batch.eos_sets(target, eos_ids, num_prompts),
-        sampling=SamplingOptions(temperature, top_k, top_p, min_p, seed),
-        num_rows=-(-num_prompts // replicas) * replicas,
+    max_new_tokens_B = max_length_B - [len(ids) for ids in prompt_ids]
+    params = batch.sampling_params(
+        batch.eos_sets(target, eos_ids, len(prompt_ids)),
+        max_tokens=max_new_tokens_B,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
     )
-    longest = max(len(ids) for ids in prompt_ids)
-    most_new_tokens = int((rows.request.max_length_B - rows.request.prompt_length_B).max())
 
     if isinstance(drafter, str):
         if drafter_params is not None:
@@ -137,7 +139,7 @@ def generate(
             draft,
             num_speculative_tokens,
             drafter_options or {},
-            max_tokens=most_new_tokens - 1,  # the last token of a row is never a draft
+            max_tokens=int(max_new_tokens_B.max()) - 1,  # the last token of a row is never a draft
         )
     elif not isinstance(drafter, Drafter):
         raise SpecJAXError(f"drafter must be a name or a Drafter, got {drafter!r}")
@@ -145,18 +147,30 @@ def generate(
         raise SpecJAXError(
             "draft, num_speculative_tokens and drafter_options apply to a drafter given by name"
         )
-    num_positions = rows.tokens_BS.shape[1] + (drafter.num_tokens if drafter else 0)
+    max_model_len = min(
+        batch.bucket(int(max_length_B.max())), target.config.max_position_embeddings
+    )
+    num_positions = max_model_len + (drafter.num_tokens if drafter else 0)
     if isinstance(page_size, int) and page_size > num_positions:
         page_size = num_positions  # one page holds the whole sequence
-    config = DecodeConfig(target.config, drafter, verify, target.runtime(page_size, implementation))
-    chunk = batch.prefill_chunk(longest)
-    progress = _Progress(target.tokenizer, rows.request, num_prompts, on_tokens, on_completion)
-    state, prefill_seconds, decode_seconds = _run(
-        target, drafter_params, config, rows, chunk, progress
+    runtime = target.runtime(page_size, implementation)  # checks both
+    num_rows = -(-min(len(prompt_ids), max_num_seqs) // parallel.dp_size(target.mesh))
+    engine = Engine(
+        target,
+        drafter,
+        drafter_params,
+        verify=verify,
+        page_size=page_size,
+        implementation=implementation,
+        max_model_len=max_model_len,
+        max_num_seqs=min(len(prompt_ids), max_num_seqs),
+        num_pages=num_rows * pages_for(num_positions, runtime.page_size),
+        seconds_per_call=SECONDS_PER_CALL if on_tokens is None else SECONDS_PER_CALL_OF_STREAMS,
+        chunk_sizes=(batch.prefill_chunk(max(map(len, prompt_ids))),),
     )
-    completions = _completions(state, target, num_prompts)
-    rounds = max(len(completion.emitted) for completion in completions)
-    return Generation(completions, prefill_seconds, decode_seconds, rounds)
+    static = (str(target.config), verify, page_size, engine.config.num_tokens)
+    parallel.check_alike((prompt_ids, [str(p) for p in params], static), target.mesh)
+    return _run(engine, prompt_ids, params, _Progress(target.tokenizer, on_tokens, on_completion))
 
 
 def named_drafter(
@@ -216,108 +230,87 @@ def _check_models(target: Model, draft: LoadedDraft | None) -> None:
             raise SpecJAXError(f"the {role} is not sharded as a {role}; load it with role={role!r}")
 
 
-# --- The loop -------------------------------------------------------------------------------------
+# --- Requests and their outputs -------------------------------------------------------------------
 
 
 def _run(
-    target: Model,
-    drafter_params: Any,
-    config: DecodeConfig,
-    rows: Batch,
-    prefill_chunk: int,
+    engine: Engine,
+    prompt_ids: Sequence[tuple[int, ...]],
+    params: Sequence[SamplingParams],
     progress: _Progress,
-) -> tuple[DecodeState, float, float]:
-    """Returns the final state, and the seconds of reading the prompts and of decoding."""
-    mesh, params = target.mesh, target.params
-    static = (str(target.config), config.verify, config.runtime.page_size, config.num_tokens)
-    parallel.check_alike((rows, prefill_chunk, static), mesh)
-    tokens_BS, request = parallel.put(rows, mesh)
-
-    start = time.perf_counter()
-    state = decode.init_jit(params, drafter_params, config, tokens_BS, request, prefill_chunk)
-    jax.block_until_ready(state)
-    prefill_seconds = time.perf_counter() - start
-
-    def run_rounds(state: DecodeState, max_rounds: int) -> DecodeState:
-        limit = parallel.put(np.int32(max_rounds), mesh)
-        return decode.generate_jit(params, drafter_params, config, state, limit)
-
-    state = jax.block_until_ready(run_rounds(state, 0))  # compiles, unless it has been already
-    decode_seconds = 0.0
-    max_rounds = progress.first_rounds(mesh)
-    while True:
-        start = time.perf_counter()
-        state = run_rounds(state, max_rounds)
-        active_B = parallel.get(state.active_B)
-        seconds = time.perf_counter() - start
-        decode_seconds += seconds
-        progress.report(state, active_B)
-        if not active_B.any():
-            return state, prefill_seconds, decode_seconds
-        if not progress.is_streaming:
-            fitting = int(max_rounds * SECONDS_PER_CALL / seconds)
-            max_rounds = min(max(1, fitting), NO_LIMIT)
+) -> Generation:
+    """Returns the completions of the prompts, and times."""
+    for index, (ids, each) in enumerate(zip(prompt_ids, params, strict=True)):
+        engine.submit(
+            ids,
+            each,
+            request_id=str(index),
+            on_output=functools.partial(progress.on_output, index),
+        )
+    while engine.has_unfinished:
+        engine.step()
+    completions = [progress.completions[index] for index in range(len(prompt_ids))]
+    for index, completion in enumerate(completions):
+        if completion.finish_reason == "error":
+            position = len(completion.prompt_tokens) + len(completion.tokens)
+            raise unusable_logits(f"prompt {index}", position)
+    stats = engine.stats()
+    rounds = max(len(completion.emitted) for completion in completions)
+    return Generation(tuple(completions), stats.prefill_seconds, stats.decode_seconds, rounds)
 
 
 class _Progress:
-    """Calls the callbacks of `generate` between calls of the loop."""
+    """Turns the outputs of an engine into completions, and calls the callbacks of `generate`."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        request: RequestArrays,
-        num_prompts: int,
         on_tokens: OnTokens | None,
         on_completion: OnCompletion | None,
     ):
         self._tokenizer = tokenizer
-        self._on_tokens = on_tokens
-        self._on_completion = on_completion
-        self._reported_B = request.prompt_length_B.copy()
-        self._unfinished = set(range(num_prompts))
+        self._on_tokens, self._on_completion = on_tokens, on_completion
+        self._num_reported: dict[int, int] = {}
+        self.completions: dict[int, Completion] = {}
 
-    @property
-    def is_streaming(self) -> bool:
-        """Whether tokens are reported while they are generated."""
-        return self._on_tokens is not None
-
-    def first_rounds(self, mesh: Mesh | None) -> int:
-        """Returns how many rounds the first call of the loop may run.
-
-        Processes of one mesh must all run the same number, which cannot depend on their clocks.
-        """
-        if self.is_streaming:
-            return ROUNDS_WHILE_STREAMING
-        return NO_LIMIT if mesh is not None and mesh.is_multi_process else 1
-
-    def report(self, state: DecodeState, active_B: np.ndarray) -> None:
-        """Passes on the tokens that are new since the last call."""
+    def on_output(self, index: int, output: RequestOutput) -> None:
+        """Callback for `Engine.submit`."""
+        completion = self._completion(output)
         if self._on_tokens:
-            self._report_tokens(state, active_B)
-        finished = {b for b in self._unfinished if not active_B[b]}
-        self._unfinished -= finished
-        if self._on_completion and finished:
-            state = parallel.get(state.replace(cache=None, drafter=None))
-            for b in sorted(finished):
-                if not state.failed_B[b]:
-                    self._on_completion(b, _completion(state, b, self._tokenizer))
+            start = self._num_reported.get(index, 0)
+            self._num_reported[index] = len(completion.tokens)
+            new_ids, new_flags = completion.tokens[start:], completion.from_draft[start:]
+            if new_ids or output.finished:
+                self._on_tokens(index, list(new_ids), new_flags, output.finished)
+        if not output.finished:
+            return
+        self.completions[index] = completion
+        if self._on_completion and completion.finish_reason != "error":
+            self._on_completion(index, completion)
 
-    def _report_tokens(self, state: DecodeState, active_B: np.ndarray) -> None:
-        tokens_BS, length_B, prompt_length_B, accepted_BS, emitted_BS = parallel.get(
-            (
-                state.tokens_BS,
-                state.length_B,
-                state.request.prompt_length_B,
-                state.log.accepted_BS,
-                state.log.emitted_BS,
-            )
+    def _completion(self, output: RequestOutput) -> Completion:
+        (result,) = output.outputs
+        text = None
+        if output.finished and self._tokenizer is not None:
+            text = self._tokenizer.decode(result.token_ids)
+        return Completion(
+            prompt_tokens=output.prompt_token_ids,
+            tokens=result.token_ids,
+            text=text,
+            finish_reason=result.finish_reason,
+            drafted=result.drafted,
+            accepted=result.accepted,
+            emitted=result.emitted,
+            unusable_drafts=result.unusable_drafts,
         )
-        for b in np.flatnonzero(length_B > self._reported_B):
-            start, end = self._reported_B[b], length_B[b]
-            flags = from_draft(accepted_BS[b], emitted_BS[b])
-            new_flags = flags[start - prompt_length_B[b] :]
-            self._on_tokens(int(b), tokens_BS[b, start:end].tolist(), new_flags, not active_B[b])
-            self._reported_B[b] = end
+
+
+def unusable_logits(name: str, position: int) -> SpecJAXError:
+    """Returns the error for a prompt that ended because the target's logits are NaN or all -inf."""
+    return SpecJAXError(
+        f"{name}: the target's logits at position {position} are NaN or all -inf; its weights are "
+        "damaged, or too large for the dtype"
+    )
 
 
 def check_logits(state: DecodeState, names: Sequence[str]) -> None:
@@ -332,30 +325,4 @@ def check_logits(state: DecodeState, names: Sequence[str]) -> None:
     """
     failed_B, length_B = parallel.get((state.failed_B, state.length_B))
     for b in np.flatnonzero(failed_B[: len(names)]):
-        raise SpecJAXError(
-            f"{names[b]}: the target's logits at position {length_B[b]} are NaN or all -inf; its "
-            "weights are damaged, or too large for the dtype"
-        )
-
-
-def _completions(state: DecodeState, target: Model, num_prompts: int) -> tuple[Completion, ...]:
-    state = parallel.get(state.replace(cache=None, drafter=None))
-    check_logits(state, [f"prompt {b}" for b in range(num_prompts)])
-    return tuple(_completion(state, b, target.tokenizer) for b in range(num_prompts))
-
-
-def _completion(state: DecodeState, b: int, tokenizer: Tokenizer | None) -> Completion:
-    request, log = state.request, state.log
-    start, end, rounds = request.prompt_length_B[b], state.length_B[b], log.rounds_B[b]
-    tokens = tuple(state.tokens_BS[b, start:end].tolist())
-    is_stopped = tokens[-1] in request.eos_BE[b]
-    return Completion(
-        prompt_tokens=tuple(state.tokens_BS[b, :start].tolist()),
-        tokens=tokens,
-        text=None if tokenizer is None else tokenizer.decode(tokens),
-        finish_reason="stop" if is_stopped else "length",
-        drafted=tuple(log.drafted_BS[b, :rounds].tolist()),
-        accepted=tuple(log.accepted_BS[b, :rounds].tolist()),
-        emitted=tuple(log.emitted_BS[b, :rounds].tolist()),
-        unusable_drafts=int(log.unusable_drafts_B[b]),
-    )
+        raise unusable_logits(names[b], length_B[b])

@@ -229,6 +229,15 @@ class SamplingParams:
         self._check_together()
         self._settle_temperature()
 
+    @classmethod
+    def unchecked(cls, **values: Any) -> SamplingParams:
+        """Returns parameters whose values were checked against wider ranges: see `batch.RANGES`."""
+        params = object.__new__(cls)
+        for field in dataclasses.fields(cls):
+            params._set(**{field.name: values.pop(field.name, field.default)})
+        assert not values, f"unknown fields: {values}"
+        return params
+
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 
     Attributes:
       num_rows: rows of a replica.
-      is_greedy: whether all of them are greedy.
+      is_greedy: whether all of them are greedy, and none has processors.
       has_processors: whether logits are processed.
       logprobs: see `DecodeConfig`.
     """
@@ -213,10 +213,11 @@ class Runner:
             for replica in range(self._num_replicas)
         )
         arrays = [sequence.owner.arrays for sequence in plan.decoding]
+        has_processors = any(row.processors for row in arrays)
         wanted = Variant(
             most,
-            is_greedy=all(row.is_greedy for row in arrays),
-            has_processors=any(row.processors for row in arrays),
+            is_greedy=all(row.is_greedy for row in arrays) and not has_processors,
+            has_processors=has_processors,
             logprobs=max(
                 (row.logprobs for row in arrays if row.logprobs is not None), default=None
             ),

@@ -1,0 +1,382 @@
+"""The engine: every request gets the text that it would get alone, whatever else runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.drafters import registry
+from specjax.engine import programs, runner
+from specjax.engine.engine import Engine
+from specjax.engine.load import Model
+from specjax.engine.request import RequestOutputKind, SamplingParams
+from specjax.errors import SpecJAXError
+from support import loop
+from support.models import make_drafter, tiny
+
+TARGET, DRAFT = tiny(1), tiny(2)
+MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
+NAMES = ["none", *registry.names(), "ngram,eagle", "ngram,draft_model"]
+V, PAGE, LENGTH, K = TARGET.config.vocab_size, 4, 64, 3
+
+
+def make_engine(name="none", model=MODEL, **options) -> Engine:
+    drafter, params = (None, None)
+    if name != "none":
+        drafter, params = make_drafter(name, K, TARGET, DRAFT)
+    defaults = dict(
+        verify="coupled",
+        page_size=PAGE,
+        max_model_len=LENGTH,
+        max_num_seqs=4,
+        num_pages=64,
+        chunk_sizes=(8, 16),
+    )
+    return Engine(model, drafter, params, **{**defaults, **options})
+
+
+def outputs(engine: Engine) -> dict:
+    """Runs the engine to the end; returns the last output of each request."""
+    last = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            last[output.request_id] = output
+    check_is_empty(engine)
+    return last
+
+
+def check_is_empty(engine: Engine) -> None:
+    """No request is left, and every page is free or cached."""
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+    for pool in engine._pools:
+        pool.check()
+
+
+def alone(prompt, max_tokens: int, temperature=0.0, seed=0) -> list[int]:
+    """The text of plain decoding, by the functional API."""
+    result = loop.run(
+        TARGET,
+        [prompt],
+        max_new=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        capacity=LENGTH,
+    )
+    return result.emitted[0]
+
+
+def tokens(output) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+# --- Random schedules -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """A request of a random schedule, and when it comes and perhaps goes."""
+
+    shared: int
+    own: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    arrival: int
+    abort_after: int | None
+
+
+SHARED = np.random.default_rng(0).integers(0, V, 24).tolist()
+WISHES = st.builds(
+    Wish,
+    shared=st.sampled_from([0, 0, 9, 16]),
+    own=st.lists(st.integers(0, V - 1), min_size=1, max_size=8).map(tuple),
+    max_tokens=st.integers(1, 30),
+    temperature=st.sampled_from([0.0, 0.8]),
+    arrival=st.integers(0, 6),
+    abort_after=st.sampled_from([None, None, None, 0, 2]),
+)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """One engine for each drafter, with few pages: 15 hold the longest request, and no other."""
+    made = {}
+    for name in NAMES:
+        made[name] = make_engine(name, num_pages=15)
+        made[name]._runner._buckets = (4,)  # for all numbers of rows, to compile less
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_has_its_own_text_in_every_schedule(engines, name):
+    """Arrivals, aborts, preemptions and shared prefixes, with pages for a few requests at most."""
+    engine = engines[name]
+
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @given(wishes=st.lists(WISHES, min_size=1, max_size=8))
+    def check(wishes):
+        finished = run_schedule(engine, wishes)
+        for index, wish in enumerate(wishes):
+            if index in finished:
+                prompt = [*SHARED[: wish.shared], *wish.own]
+                expected = alone(prompt, wish.max_tokens, wish.temperature, seed=index)
+                assert tokens(finished[index]) == expected
+            else:
+                assert wish.abort_after is not None
+
+    check()
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_hit_tokens > 0
+
+
+def run_schedule(engine: Engine, wishes) -> dict:
+    """Returns the final outputs by index; requests that were aborted in time have none."""
+    finished, time = {}, 0
+    to_come = sorted(range(len(wishes)), key=lambda i: wishes[i].arrival)
+    while to_come or engine.has_unfinished:
+        while to_come and wishes[to_come[0]].arrival <= time:
+            index = to_come.pop(0)
+            wish = wishes[index]
+            params = SamplingParams(
+                temperature=wish.temperature,
+                seed=index,
+                max_tokens=wish.max_tokens,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = [*SHARED[: wish.shared], *wish.own]
+            engine.submit(prompt, params, request_id=str(index))
+        for index, wish in enumerate(wishes):
+            if wish.abort_after is not None and time == wish.arrival + wish.abort_after:
+                engine.abort(str(index))
+        for output in engine.step():
+            finished[int(output.request_id)] = output
+        time += 1
+    check_is_empty(engine)
+    return finished
+
+
+@pytest.mark.parametrize("name", ["draft_model", "ngram,eagle"])
+def test_many_short_requests_leave_nothing_behind(engines, name):
+    engine = engines[name]
+    for start in range(0, 300, 50):
+        for i in range(start, start + 50):
+            engine.submit([i % V, 1, 2], SamplingParams(temperature=0, max_tokens=1 + i % 3))
+        assert len(outputs(engine)) == 50
+    assert not engine._requests and not engine._clients
+
+
+# --- Pages ----------------------------------------------------------------------------------------
+
+
+def test_a_request_that_the_pages_never_hold_is_refused():
+    engine = make_engine("draft_model", num_pages=8)
+    with pytest.raises(SpecJAXError, match="needs 9 pages of 4 positions, but the cache has 8"):
+        engine.submit([1] * 20, SamplingParams(max_tokens=14))
+    engine.submit([1] * 20, SamplingParams(temperature=0, max_tokens=10))
+    outputs(engine)
+
+
+def test_pages_that_are_too_few_for_all_finish_all():
+    prompts = [[i] * 12 for i in range(6)]
+    engine = make_engine("draft_model", num_pages=12)
+    for prompt in prompts:
+        engine.submit(prompt, SamplingParams(temperature=0, max_tokens=20))
+    got = [tokens(output) for output in outputs(engine).values()]
+    assert sorted(got) == sorted(alone(prompt, 20) for prompt in prompts)
+    assert engine.stats().num_preemptions > 0
+
+
+# --- Shared prefixes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "eagle", "draft_model"])
+def test_a_prefix_is_read_once(name):
+    """A hit changes neither the text nor the acceptance."""
+    rng = np.random.default_rng(3)
+    prefix, params = rng.integers(0, V, 33).tolist(), SamplingParams(temperature=0, max_tokens=12)
+    cold, warm = (make_engine(name) for _ in range(2))
+    warm.submit([*prefix, 1], params)
+    outputs(warm)
+    results = []
+    for engine in (cold, warm):
+        engine.submit([*prefix, 2], params)
+        (output,) = outputs(engine).values()
+        results.append(output)
+    assert [result.num_cached_tokens for result in results] == [0, 32]
+    assert tokens(results[0]) == tokens(results[1]) == alone([*prefix, 2], 12)
+    assert results[0].outputs[0].accepted == results[1].outputs[0].accepted
+
+
+def test_a_whole_prompt_that_is_known_is_not_read(monkeypatch):
+    engine = make_engine()
+    params = SamplingParams(temperature=0, max_tokens=4)
+    engine.submit(SHARED[:17], params)
+    expected = [tokens(output) for output in outputs(engine).values()]
+    monkeypatch.setattr(programs, "prefill_jit", None)
+    engine.submit(SHARED[:17], params)
+    assert [tokens(output) for output in outputs(engine).values()] == expected
+
+
+def test_salts_keep_requests_apart():
+    engine = make_engine()
+    found = []
+    for salt in (b"a", b"b", b"a"):
+        engine.submit(SHARED, SamplingParams(temperature=0, max_tokens=1), salt=salt)
+        (output,) = outputs(engine).values()
+        found.append(output.num_cached_tokens)
+    assert found == [0, 0, 20]
+
+
+def test_completions_of_a_request_share_its_prompt():
+    engine = make_engine()
+    engine.submit(SHARED, SamplingParams(temperature=0.8, n=3, seed=5, max_tokens=6))
+    (output,) = outputs(engine).values()
+    assert [tuple(completion.token_ids) for completion in output.outputs] == [
+        tuple(alone(SHARED, 6, 0.8, seed)) for seed in (5, 6, 7)
+    ]
+    assert engine.stats().num_hit_tokens == 2 * 20
+
+
+# --- The end of a completion ----------------------------------------------------------------------
+
+
+def test_stop_ids_and_budgets():
+    text = alone([3, 1, 4], 12)
+    stop = text[5]
+    index = text.index(stop)
+    engine = make_engine("ngram", model=dataclasses.replace(MODEL, eos_ids=(stop,)))
+    cases = {
+        "eos": (SamplingParams(temperature=0, max_tokens=12), "stop", None, index + 1),
+        "ignored": (
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+            "length",
+            None,
+            12,
+        ),
+        "id": (
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]),
+            "stop",
+            stop,
+            index + 1,
+        ),
+        "context": (
+            SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
+            "length",
+            None,
+            61,
+        ),
+    }
+    for name, (params, *_) in cases.items():
+        engine.submit([3, 1, 4], params, request_id=name)
+    for name, output in outputs(engine).items():
+        (completion,) = output.outputs
+        found = completion.finish_reason, completion.stop_reason, len(completion.token_ids)
+        assert found == cases[name][1:], name
+        assert list(completion.token_ids[:12]) == text[: min(12, found[2])]
+
+
+def test_a_row_with_unusable_logits_ends_alone():
+    params = dict(TARGET.params)
+    params["embed_VD"] = params["embed_VD"].at[7].set(np.nan)
+    engine = make_engine(model=dataclasses.replace(MODEL, params=params, config=TARGET.config))
+    engine.submit([1, 7], SamplingParams(temperature=0, max_tokens=4), request_id="bad")
+    assert outputs(engine)["bad"].outputs[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model"])
+def test_processors_and_plain_requests_run_side_by_side(name):
+    """Requests with and without processors have the texts that they have alone."""
+    engine = make_engine(name)
+    wishes = [
+        SamplingParams(temperature=0, max_tokens=10),
+        SamplingParams(temperature=0, max_tokens=10, repetition_penalty=50.0),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=10, allowed_token_ids=[1, 2, 3]),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=10),
+        SamplingParams(temperature=0, max_tokens=10, logit_bias={5: 100.0}),
+    ]
+    for index, params in enumerate(wishes):
+        engine.submit([3, 1, 4], params, request_id=str(index))
+    together = {key: tokens(output) for key, output in outputs(engine).items()}
+    for index, params in enumerate(wishes):
+        engine.submit([3, 1, 4], params, request_id=str(index))
+        assert tokens(outputs(engine)[str(index)]) == together[str(index)]
+    assert together["0"] == alone([3, 1, 4], 10) != together["1"]
+    assert set(together["2"]) <= {1, 2, 3}
+    assert together["3"] == alone([3, 1, 4], 10, 0.8, 4)
+    assert together["4"] == [5] * 10
+
+
+# --- Calls ----------------------------------------------------------------------------------------
+
+
+def test_nothing_compiles_after_warm_up():
+    engine = make_engine("ngram", max_num_seqs=2)
+    engine.warm_up()
+    with loop.compilations() as compiled:
+        for number in (1, 2, 3):
+            for i in range(number):
+                params = SamplingParams(
+                    temperature=[0, 0.7][i % 2],
+                    top_p=0.9,
+                    presence_penalty=[0, 0, 1.0][i],
+                    max_tokens=9,
+                )
+                engine.submit(SHARED[: 5 + 9 * i], params)
+            outputs(engine)
+    assert not compiled
+
+
+def test_rounds_of_a_call_follow_its_seconds():
+    engine = make_engine(seconds_per_call=0.5)
+    assert engine._max_rounds() == 1  # nothing is known yet
+    found = []
+    for seconds in (1.0, 0.1, 1e-4):
+        engine._seconds_per_round = seconds
+        found.append(engine._max_rounds())
+    assert found == [1, 5, runner.MAX_ROUNDS]
+
+
+def test_one_call_is_in_flight_while_the_next_is_planned():
+    engine = make_engine(seconds_per_call=1e-9)
+    engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=8))
+    assert [len(engine.step()) for _ in range(3)] == [0, 1, 1]
+    assert len(engine._calls) == 1
+    outputs(engine)
+
+
+def test_ids_in_use_and_prompts_that_do_not_fit_are_refused():
+    engine = make_engine()
+    engine.submit([1], SamplingParams(max_tokens=1), request_id="a")
+    cases = [
+        ([1], dict(request_id="a"), "request id 'a' is in use"),
+        ([], {}, "the prompt is empty"),
+        ([V], {}, f"has {V}, but ids range from 0 to {V - 1}"),
+        ([1] * LENGTH, {}, f"has {LENGTH} tokens, but at most {LENGTH - 1} fit"),
+    ]
+    for prompt, options, message in cases:
+        with pytest.raises(SpecJAXError, match=message):
+            engine.submit(prompt, SamplingParams(), **options)
+    with pytest.raises(SpecJAXError, match="stop needs a tokenizer, but tiny has none"):
+        engine.submit([1], SamplingParams(stop="x"))
+    outputs(engine)
+
+
+# --- Compiled programs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "ngram,eagle", "draft_model"])
+def test_the_compiled_rounds_copy_no_pool_and_leave_the_host_alone(name):
+    engine = make_engine(name)
+    variant = runner.Variant(2, is_greedy=False)
+    arguments = engine._runner._round_arguments(variant, engine._runner._no_pages(2), limits=(1, 0))
+    text = programs.rounds_jit.lower(*arguments).compile().as_text()
+    pool = "f32[" + ",".join(map(str, engine._runner._state.cache.k_PKZH[0].shape)) + "]"
+    assert pool in text
+    for line in text.splitlines():
+        instruction = line.split(" = ")[-1]
+        assert not (instruction.startswith(pool) and " copy(" in line), line
+        assert "outfeed" not in line and "infeed" not in line and "callback" not in line, line
