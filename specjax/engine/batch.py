@@ -100,7 +100,10 @@ def encode(model: Model, prompt: Prompt, name: str) -> tuple[int, ...]:
             raise SpecJAXError(f"{name} has no tokens")
     else:
         ids = prompt
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:  # lists of different lengths
+        raise _not_a_prompt(prompt, name) from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise _not_a_prompt(prompt, name)
     is_outside = (array < 0) | (array >= model.num_valid_tokens)

@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import itertools
 import logging
+import numbers
 import os
 import pathlib
 import time
@@ -195,6 +196,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_gib=_kv_cache_gib(kv_cache_gib, kv_cache_memory_bytes),
             enable_prefix_caching=_flag("enable_prefix_caching", enable_prefix_caching, True),
+            seconds_per_call=generate.SECONDS_PER_CALL,
         )
         self._num_requests = itertools.count()
 
@@ -557,7 +559,7 @@ def _listed(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, bytes) or not hasattr(prompts, "__len__"):
         raise SpecJAXError(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
-    is_ids = len(prompts) > 0 and all(hasattr(item, "__index__") for item in prompts)
+    is_ids = len(prompts) > 0 and all(isinstance(item, numbers.Integral) for item in prompts)
     return [prompts] if is_ids else list(prompts)
 
 
@@ -571,10 +573,7 @@ def _check_logits(output: RequestOutput, name: str) -> None:
     for completion in output.outputs:
         if completion.finish_reason == "error":
             position = len(output.prompt_token_ids) + len(completion.token_ids)
-            raise SpecJAXError(
-                f"{name}: the target's logits at position {position} are NaN or all -inf; its "
-                "weights are damaged, or too large for the dtype"
-            )
+            raise generate.unusable_logits(name, position)
 
 
 class _ProgressBar:
