@@ -204,13 +204,16 @@ def test_a_chat_is_rendered_by_the_template(llm):
     assert two[1].prompt == "<s><|user|>hello<|user|>hello<|assistant|>"
 
 
-def test_a_chat_can_continue_its_last_message(llm):
+def test_a_chat_can_continue_its_last_message(folder):
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    other = make_llm(folder, chat_template=template + "{% if add_generation_prompt %}[{% endif %}")
     messages = [*CHAT, {"role": "assistant", "content": "hell"}]
-    options = dict(add_generation_prompt=False, continue_final_message=True)
-    (output,) = llm.chat(messages, GREEDY, **options)
-    assert output.prompt == "<s><|user|>hello<|assistant|>hell"
-    (output,) = llm.chat(CHAT, GREEDY, add_generation_prompt=False)
-    assert output.prompt == "<s><|user|>hello"
+    for options, prompt in (
+        ({}, "[hello][hell]["),
+        ({"add_generation_prompt": False}, "[hello][hell]"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "[hello][hell"),
+    ):
+        assert other.chat(messages, GREEDY, **options)[0].prompt == prompt
 
 
 def test_a_chat_template_and_a_tokenizer_can_be_given(folder, tmp_path):
