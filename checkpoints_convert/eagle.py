@@ -75,6 +75,12 @@ def save(
             safetensors.flax.save_file(arrays, path / WEIGHTS)
 
 
+def is_checkpoint(path: str | os.PathLike) -> bool:
+    """Whether a path is the folder of a head, as far as its config.json says so."""
+    config_path = files.expand(path) / "config.json"
+    return files.exists(config_path) and files.read_json(config_path).get("format") == FORMAT
+
+
 def bundled(target_config: LlamaConfig) -> pathlib.Path:
     """Returns the path of the bundled head for models of this shape.
 

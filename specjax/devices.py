@@ -1,11 +1,13 @@
-"""Whether JAX has a device to run on."""
+"""The devices that JAX has, and the mesh that models run on."""
 
 from __future__ import annotations
 
 import os
 
 import jax
+from jax.sharding import Mesh
 
+from specjax import parallel
 from specjax.errors import SpecJAXError
 
 
@@ -29,3 +31,16 @@ def check_platform() -> None:
             "unset it to let JAX choose (a GPU requires its driver and SpecJAX's extra cuda12 or "
             "cuda13)"
         ) from error
+
+
+def make_mesh(tensor_parallel: int, draft_tensor_parallel: int, data_parallel: int) -> Mesh | None:
+    """Returns the mesh of all devices with these degrees; None for one device of one process.
+
+    Raises:
+      SpecJAXError: degrees that do not fit the devices, or JAX has no device.
+    """
+    check_platform()
+    degrees = (tensor_parallel, draft_tensor_parallel, data_parallel)
+    if degrees == (1, 1, 1) and jax.process_count() == 1:
+        return None
+    return parallel.make_mesh(*degrees)

@@ -9,7 +9,7 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -31,6 +31,20 @@ SPECIAL_NAMES = (
 )
 # Names of a message's reasoning; templates read the first, those of gpt-oss the second.
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+# What a template gets of the tokenizer, and what transformers does not take for its variables.
+RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+)
+# Marks where an unfinished message ends. A template that trims contents drops the space.
+END_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "
 REPLACEMENT = "\ufffd"
 NUM_PREVIOUS_IDS = 8  # enough of a prompt to decode what follows it
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -149,7 +163,12 @@ class Tokenizer:
         return self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
 
     def render_chat(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the text that the model's chat template produces for `messages`.
 
@@ -159,29 +178,78 @@ class Tokenizer:
         Args:
           messages: each {"role": ..., "content": ...}; see `check_messages`.
           add_generation_prompt: end with the header of the assistant's answer.
+          continue_final_message: end with the content of the last message, to be continued.
+          variables: further variables of the template.
 
         Raises:
-          SpecJAXError: the model has no chat template, the messages are malformed, or the template
-            fails.
+          SpecJAXError: the model has no chat template, the messages are malformed, the template
+            fails, options exclude each other, or a variable has a name that the template gets
+            anyway.
         """
         if self.chat_template is None:
             raise SpecJAXError("the model has no chat template; use a plain prompt")
         check_messages(messages)
+        variables = variables or {}
+        for name in variables:
+            if name in RESERVED_VARIABLES or name in self.special_tokens:
+                raise SpecJAXError(f"the chat template's variable {name!r} cannot be set")
+        if continue_final_message:
+            if add_generation_prompt:
+                raise SpecJAXError(
+                    "add_generation_prompt and continue_final_message exclude each other: set one "
+                    "of them to False"
+                )
+            return self._render_unfinished(messages, variables)
+        return self._render_messages(messages, add_generation_prompt, variables)
+
+    def _render_unfinished(
+        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Renders messages up to the end of the last content, as transformers does."""
+        if not messages:
+            raise SpecJAXError("continue_final_message requires a message to continue, got none")
+        *others, last = messages
+        content = last["content"]
+        if isinstance(content, str):
+            marked = content + END_MARK
+        else:
+            *parts, part = content
+            marked = [*parts, part | {"text": part["text"] + END_MARK}]
+        text = self._render_messages([*others, last | {"content": marked}], False, variables)
+        before, mark, after = text.rpartition(END_MARK.strip())
+        if not mark:
+            raise SpecJAXError(
+                "the chat template does not render the content of the last message, which "
+                "continue_final_message asks for"
+            )
+        return before if after.startswith(" ") else before.rstrip()  # it trims contents
+
+    def _render_messages(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
         given = [_template_message(message) for message in messages]
         joined = []
         for message in given:
             joined.append(message | {"content": content_text(message["content"])})
         if joined == given:
-            return self._render(given, add_generation_prompt)
+            return self._render(given, add_generation_prompt, variables)
         try:
-            text = self._render(given, add_generation_prompt)
+            text = self._render(given, add_generation_prompt, variables)
         except SpecJAXError:
-            return self._render(joined, add_generation_prompt)
+            return self._render(joined, add_generation_prompt, variables)
         if _renders_parts(text, given):
             return text
-        return self._render(joined, add_generation_prompt)
+        return self._render(joined, add_generation_prompt, variables)
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
         try:
             template = _compile(self.chat_template)
             return template.render(
@@ -190,6 +258,7 @@ class Tokenizer:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
+                **variables,
             )
         except Exception as error:  # a template's expressions can raise anything
             reason = files.one_line(error)

@@ -109,6 +109,60 @@ def test_templates_see_the_variables_that_transformers_passes(tmp_path, template
     assert tokenizer_lib.from_folder(tmp_path).render_chat([message]) == text
 
 
+TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}</s>{% endfor %}"
+KEEPING = "{% for m in messages %}[{{ m.role }}]{{ m.content }} </s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        (TRIMMING, "a b", "[user]q</s>[assistant]a b"),
+        (TRIMMING, "a b \n", "[user]q</s>[assistant]a b"),
+        (KEEPING, "a b ", "[user]q </s>[assistant]a b "),
+        (TRIMMING, "</s>", "[user]q</s>[assistant]</s>"),  # occurs elsewhere too
+        (KEEPING, [{"type": "text", "text": "a"}], "[user]q </s>[assistant]a"),
+    ],
+)
+def test_a_final_message_can_be_continued(tmp_path, template, content, text):
+    folders.write_tokenizer(tmp_path, chat_template=template)
+    tokenizer = tokenizer_lib.from_folder(tmp_path)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    assert tokenizer.render_chat(messages, False, continue_final_message=True) == text
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        (["q"], {"continue_final_message": True}, "exclude each other: set one of them to False"),
+        ([], {"continue_final_message": True, "add_generation_prompt": False}, "got none"),
+        (
+            ["hidden"],
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "the chat template does not render the content of the last message",
+        ),
+        (["q"], {"variables": {"messages": []}}, "the chat template's variable 'messages' cannot"),
+        (["q"], {"variables": {"tokenize": True}}, "the chat template's variable 'tokenize' canno"),
+        (["q"], {"variables": {"bos_token": ""}}, "the chat template's variable 'bos_token' canno"),
+    ],
+)
+def test_options_of_a_chat_that_cannot_be_used(tmp_path, messages, options, message):
+    template = "{% for m in messages %}{% if 'hidden' not in m.content %}{{ m.content }}{% endif %}"
+    folders.write_tokenizer(tmp_path, chat_template=template + "{% endfor %}")
+    tokenizer = tokenizer_lib.from_folder(tmp_path)
+    chat = [{"role": "user", "content": content} for content in messages]
+    with pytest.raises(SpecJAXError, match=message):
+        tokenizer.render_chat(chat, **options)
+
+
+def test_a_template_may_have_further_variables(tmp_path):
+    template = "{% if thinking_budget %}<{{ thinking_budget }}>{% endif %}{{ messages[0].content }}"
+    folders.write_tokenizer(tmp_path, chat_template=template)
+    tokenizer = tokenizer_lib.from_folder(tmp_path)
+    chat = [{"role": "user", "content": "q"}]
+    assert tokenizer.render_chat(chat) == "q"
+    assert tokenizer.render_chat(chat, variables={"thinking_budget": 3}) == "<3>q"
+
+
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     "template",
@@ -415,6 +469,15 @@ def test_stream_equals_decode(tokenizer, kind, skip, size):
             text += stream.push(ids[start : start + size])
         text += stream.flush()
         assert text == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_stream_continues_other_ids():
+    tokenizer = sentencepiece()
+    for text, pieces in (("a", [" b"]), ("", ["b"])):
+        stream = tokenizer.stream(previous_ids=tokenizer.encode(text))
+        assert [stream.push(tokenizer.encode("b"))] == pieces
+    start, rest = tokenizer.encode("é")[:-1], tokenizer.encode("é")[-1:]
+    assert tokenizer.stream(previous_ids=start).push(rest) == "é", "the prompt ends inside it"
 
 
 def test_stream_never_emits_an_incomplete_character(tokenizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.cli import processes
+from specjax import devices
 from specjax.cli.flags import Decoding
 from specjax.drafters import registry
 from specjax.engine import generate as generation
@@ -77,10 +77,8 @@ def _load(decoding: Decoding) -> tuple[Model, LoadedDraft | None]:
         raise SpecJAXError(
             f"--draft_tensor_parallel={draft_tensor_parallel}, but no --drafter uses a draft"
         )
-    mesh = processes.make_mesh(*decoding.degrees)
+    mesh = devices.make_mesh(*decoding.degrees)
     drafter = with_draft[0] if with_draft else decoding.drafters[0]
-    # Checks both by their headers before either is read.
-    opened = load.open_source(decoding.target)
-    load.check_drafter(drafter, decoding.draft, opened, mesh)
-    target = load.load(decoding.target, dtype=decoding.dtype, mesh=mesh)
-    return target, load.load_drafter(drafter, decoding.draft, target)
+    return load.load_with_drafter(
+        decoding.target, drafter, decoding.draft, dtype=decoding.dtype, mesh=mesh
+    )

@@ -1,4 +1,4 @@
-"""Runs of several processes, and the mesh of their devices."""
+"""Runs of several processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import sys
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
-from specjax import devices, parallel
+from specjax import devices
 from specjax.errors import SpecJAXError
 
 DEFAULT_TIMEOUT = 100
@@ -88,16 +87,3 @@ def is_only() -> bool:
 def is_first() -> bool:
     """Whether this process prints and writes the files of the run."""
     return jax.process_index() == 0
-
-
-def make_mesh(tensor_parallel: int, draft_tensor_parallel: int, data_parallel: int) -> Mesh | None:
-    """The mesh of all devices with these degrees; None for one device of one process.
-
-    Raises:
-      SpecJAXError: degrees that do not fit the devices, or JAX has no device.
-    """
-    devices.check_platform()
-    degrees = (tensor_parallel, draft_tensor_parallel, data_parallel)
-    if degrees == (1, 1, 1) and is_only():
-        return None
-    return parallel.make_mesh(*degrees)

@@ -14,10 +14,10 @@ from rich import progress as progress_lib
 from rich.console import Console
 from rich.table import Table
 
-from specjax import dtypes, files
+from specjax import devices, dtypes, files
 from specjax.checkpoints_convert.table import CheckpointReader
 from specjax.cli import flags as common_flags
-from specjax.cli import jsonl, processes
+from specjax.cli import jsonl
 from specjax.drafters import registry
 from specjax.engine import batch, load
 from specjax.engine.load import Model
@@ -329,7 +329,7 @@ def _objective(options: Options, reader: CheckpointReader, start: Start) -> Obje
             f"--max_seq_len={options.max_seq_len} exceeds the context of the target, {limit} tokens"
         )
     draft_config = kind.make_config(start, reader.config)
-    mesh = processes.make_mesh(*options.degrees)
+    mesh = devices.make_mesh(*options.degrees)
     ttt_steps = options.ttt_steps if "ttt_steps" in kind.OPTIONS else 1
     objective = kind(reader.config, draft_config, options.loss, ttt_steps, mesh=mesh)
     least = data.SKIPPED + 3 + ttt_steps

@@ -87,6 +87,7 @@ class EagleConfig:
 
 DRAFT_CONFIG = EagleConfig
 FORMAT = "specjax.checkpoints_convert.eagle"
+VLLM_METHODS = ("eagle3",)
 OBJECTIVE = "specjax.train.eagle"
 CATCH_UP = 32  # tokens of skipped rounds that are read at a time
 

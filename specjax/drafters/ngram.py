@@ -17,6 +17,7 @@ from specjax.errors import SpecJAXError
 DRAFT_CONFIG = None
 FORMAT = None
 OBJECTIVE = None
+VLLM_OPTIONS = {"prompt_lookup_min": "min_n", "prompt_lookup_max": "max_n"}
 MAX_N = 64  # each step of the comparison is compiled on its own
 
 

@@ -8,6 +8,11 @@ Such a module has
     OBJECTIVE      the module with its training objective, by its dotted name; None for none
     make(num_tokens, target_config, draft_config, **options) -> Drafter
 
+and where vLLM has other names for it
+
+    VLLM_METHODS   names of this method
+    VLLM_OPTIONS   names of its options there, and here
+
 Every option is a keyword-only argument of `make` with a default that is a number or a string.
 Nothing needs to be registered.
 """
@@ -51,6 +56,27 @@ def modules(name: str) -> list[ModuleType]:
     if len(set(parts)) < len(parts):
         raise SpecJAXError(f"{name!r} names the same drafter twice")
     return [importlib.import_module(f"{drafters.__name__}.{part}") for part in parts]
+
+
+def from_vllm(method: str) -> str:
+    """Returns the name of the drafter that vLLM calls `method`; other names stay as they are."""
+    for name in names():
+        (module,) = modules(name)
+        if method in getattr(module, "VLLM_METHODS", ()):
+            return name
+    return method
+
+
+def options_from_vllm(name: str) -> dict[str, str]:
+    """Returns vLLM's names of options of the drafters in `name`, and ours.
+
+    Raises:
+      SpecJAXError: for an unknown drafter.
+    """
+    found = {}
+    for module in modules(name):
+        found |= getattr(module, "VLLM_OPTIONS", {})
+    return found
 
 
 def draft_config_types(name: str) -> list[type | None]:

@@ -92,7 +92,10 @@ def encode(model: Model, prompt: Prompt, name: str) -> tuple[int, ...]:
             raise SpecJAXError(
                 f"{name} is text, but {model.path} has no tokenizer; use token ids instead"
             )
-        ids = _encode_chat(model, prompt, name) if is_chat else _encode_text(model, prompt, name)
+        if is_chat:
+            _, ids = encode_chat(model, prompt, name)
+        else:
+            ids = _encode_text(model, prompt, name)
         if not ids:
             raise SpecJAXError(f"{name} has no tokens")
     else:
@@ -113,13 +116,27 @@ def _not_a_prompt(prompt: Any, name: str) -> SpecJAXError:
     return SpecJAXError(f"{name} must be text, token ids or the messages of a chat, got {prompt!r}")
 
 
-def _encode_chat(model: Model, messages: Sequence[dict[str, Any]], name: str) -> list[int]:
+def encode_chat(
+    model: Model, messages: Sequence[dict[str, Any]], name: str, **options: Any
+) -> tuple[str, list[int]]:
+    """Returns the text of a chat, as the model's template renders it, and its token ids.
+
+    Args:
+      model: a model with a tokenizer.
+      messages: of the chat.
+      name: name of the prompt, for errors.
+      **options: see `Tokenizer.render_chat`.
+
+    Raises:
+      SpecJAXError: for messages that cannot be rendered.
+    """
     try:
-        text = model.tokenizer.render_chat(messages)
+        text = model.tokenizer.render_chat(messages, **options)
     except SpecJAXError as error:
         raise SpecJAXError(f"{name}: {error}") from error
     _check_unicode(text, name)
-    return model.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
+    # The template writes the special tokens.
+    return text, model.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _encode_text(model: Model, text: str, name: str) -> list[int]:

@@ -4,6 +4,7 @@ Formats of models: our Orbax folders, Hugging Face folders, GGUF files. The form
 is no Llama model belongs to its drafter, whose module names it (`FORMAT`, see
 `specjax.drafters.registry`). Such a format module has
 
+    is_checkpoint(path) -> bool        whether a folder is of this format
     check(path, target_config, mesh)   raises SpecJAXError unless the headers fit such a target
     load(path, target_config, target_params, *, dtype, mesh) -> LoadedDraft
 
@@ -262,6 +263,46 @@ def _write(writer: ModuleType, source, output, dtype, progress) -> table.Checkpo
 
 
 # --- Drafts ---------------------------------------------------------------------------------------
+
+
+def load_with_drafter(
+    path: str | os.PathLike,
+    drafter: str,
+    draft_path: str | os.PathLike | None = None,
+    *,
+    dtype=None,
+    mesh: Mesh | None = None,
+) -> tuple[Model, LoadedDraft | None]:
+    """Loads a target and what its drafter needs, and checks both by headers before reading either.
+
+    Args:
+      path: checkpoint of the target.
+      drafter, draft_path: see `load_drafter`; the drafter may be "none".
+      dtype, mesh: see `load`.
+
+    Raises:
+      SpecJAXError: see `load` and `load_drafter`.
+    """
+    check_drafter(drafter, draft_path, open_source(path), mesh)
+    target = load(path, dtype=dtype, mesh=mesh)
+    return target, load_drafter(drafter, draft_path, target)
+
+
+def find_drafter(path: str | os.PathLike) -> str:
+    """Returns the name of the drafter that a checkpoint is for.
+
+    A checkpoint of no drafter's own format is that of a model.
+    """
+    for_models = None
+    for name in registry.names():
+        (module,) = registry.modules(name)
+        if module.FORMAT is not None:
+            if importlib.import_module(module.FORMAT).is_checkpoint(path):
+                return name
+        elif module.DRAFT_CONFIG is LlamaConfig:
+            for_models = name
+    assert for_models is not None
+    return for_models
 
 
 def load_drafter(name: str, path: str | os.PathLike | None, target: Model) -> LoadedDraft | None:
