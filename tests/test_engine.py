@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax import parallel
 from specjax.drafters import registry
 from specjax.engine import programs, runner
 from specjax.engine.engine import Engine
@@ -94,7 +95,7 @@ WISHES = st.builds(
     Wish,
     shared=st.sampled_from([0, 0, 9, 16]),
     own=st.lists(st.integers(0, V - 1), min_size=1, max_size=8).map(tuple),
-    max_tokens=st.integers(1, 30),
+    max_tokens=st.sampled_from([1, 5, 20, 30]),
     temperature=st.sampled_from([0.0, 0.8]),
     arrival=st.integers(0, 6),
     abort_after=st.sampled_from([None, None, None, 0, 2]),
@@ -117,7 +118,7 @@ def test_a_request_has_its_own_text_in_every_schedule(engines, name):
     engine = engines[name]
 
     @settings(max_examples=12, deadline=None, derandomize=True, database=None)
-    @given(wishes=st.lists(WISHES, min_size=1, max_size=8))
+    @given(wishes=st.lists(WISHES, min_size=4, max_size=8))
     def check(wishes):
         finished = run_schedule(engine, wishes)
         for index, wish in enumerate(wishes):
@@ -363,6 +364,45 @@ def test_ids_in_use_and_prompts_that_do_not_fit_are_refused():
     with pytest.raises(SpecJAXError, match="stop needs a tokenizer, but tiny has none"):
         engine.submit([1], SamplingParams(stop="x"))
     outputs(engine)
+
+
+# --- Meshes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "degrees"), [("draft_model", (2, 2, 2)), ("eagle", (1, 1, 2))])
+def test_replicas_have_rows_and_pages_of_their_own(name, degrees):
+    """Degrees are those of the target, of the draft model, and of the data-parallel replicas."""
+    mesh = parallel.make_mesh(*degrees)
+    drafter, params = make_drafter(name, K, TARGET, DRAFT)
+    target = parallel.place(TARGET.params, mesh, "target")
+    model = dataclasses.replace(MODEL, params=target, mesh=mesh)
+    engine = Engine(
+        model,
+        drafter,
+        parallel.place(params, mesh, "draft"),
+        verify="coupled",
+        page_size=PAGE,
+        max_model_len=LENGTH,
+        max_num_seqs=4,
+        num_pages=15,
+        chunk_sizes=(16,),
+    )
+    engine._runner._buckets = (2,)
+    prompts = [SHARED[: 3 * i + 1] for i in range(7)]
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.8, seed=index, max_tokens=20)
+        engine.submit(prompt, params, request_id=str(index))
+    used = [0, 0]
+    got = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            got[int(output.request_id)] = tokens(output)
+        for replica, pool in enumerate(engine._pools):
+            used[replica] = max(used[replica], pool.num_referenced)
+    check_is_empty(engine)
+    assert min(used) > 5
+    for index, prompt in enumerate(prompts):
+        assert got[index] == alone(prompt, 20, 0.8, index)
 
 
 # --- Compiled programs ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from specjax import decode, llama
 from specjax.config import LlamaConfig, Runtime
 from specjax.decode import DecodeConfig, RequestArrays
 from specjax.drafters import eagle, registry
+from specjax.engine import batch, programs, runner
 from specjax.kernels import dispatch
 from specjax.kernels.gpu import aot
 from specjax.sampling import SamplingArrays
@@ -72,12 +73,19 @@ PROGRAMS = {
 }
 
 
+# Programs of an engine with the drafter of "rejection", and its numbers of rows and pages.
+ENGINE_PROGRAMS = ("engine_rounds", "engine_prefill")
+ROWS, PAGES, CHUNK = 16, 1024, 64
+
+
 def main(folder: pathlib.Path, names: list[str]) -> None:
     """Compiles the programs of these names; "broken" stands for those that are wrong on purpose."""
     mesh = aot.mesh("h100")
     for name in names:
         if name == "broken":
             compile_broken(folder, mesh)
+        elif name in ENGINE_PROGRAMS:
+            compile_engine(folder / name, name, mesh)
         else:
             compile_loop(folder / name, name, mesh)
 
@@ -100,6 +108,44 @@ def compile_loop(folder: pathlib.Path, name: str, mesh) -> None:
         kernels=kernels,
         filters=PROGRAMS[name][2],
         logits_bytes=logits_bytes(name),
+    )
+
+
+def compile_engine(folder: pathlib.Path, name: str, mesh) -> None:
+    """Compiles a program of an engine with the draft model, for B of its ROWS rows."""
+    start = time.monotonic()
+    config, (params, draft_params, _), kernels = arguments("rejection")
+    state = jax.eval_shape(
+        lambda params, draft_params: programs.init(
+            params, draft_params, config, ROWS, S, PAGES, batch.MAX_STOP_IDS
+        ),
+        params,
+        draft_params,
+    )
+    ids = lambda *shape: Shape(shape, jnp.int32)  # noqa: E731
+    pages = programs.Pages(ids(B), ids(B, S // config.runtime.page_size + 1), ids(B))
+    if name == "engine_rounds":
+        function = jax.jit(programs.rounds, static_argnums=(2, 7, 8), donate_argnums=3)
+        rest = (pages, None, ids(2))
+        static = (runner.MAX_ROUNDS, False)
+    else:
+        function = jax.jit(programs.prefill, static_argnums=(2, 7), donate_argnums=3)
+        rest, static = (pages, ids(B), ids(B)), (CHUNK,)
+        # Attention of the last layer only leads to logits, which a prompt does not need.
+        kernels = TARGET.num_layers - 1 + DRAFT.num_layers - 1
+    params, draft_params, state, *rest = aot.abstract((params, draft_params, state, *rest), mesh)
+    leaves = jax.tree.leaves_with_path((params, draft_params))
+    save(
+        folder,
+        function,
+        (params, draft_params, config, state, *rest, *static),
+        jax.tree.leaves(state),
+        [x for x in jax.tree.leaves((state.cache, state.drafter)) if len(x.shape) > 2],
+        [x for path, x in leaves if "norm" not in path[-1].key],
+        start,
+        kernels=kernels,
+        filters=True,
+        logits_bytes=logits_bytes("rejection"),
     )
 
 

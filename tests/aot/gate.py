@@ -31,6 +31,7 @@ COMMANDS = {
     "resources_all": RESOURCES,
     "decode_step": [*DECODE_STEP, "rejection", "ngram", "broken"],
     "decode_step_rest": [*DECODE_STEP, "plain", "coupled", "eagle"],
+    "engine_rest": [*DECODE_STEP, "engine_rounds", "engine_prefill"],
     "mesh_step": [*MESH_STEP, "mesh_h100", "mesh_wrong"],
     "mesh_step_rest": [*MESH_STEP, "mesh_a100"],
 }
