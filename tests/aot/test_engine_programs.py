@@ -24,7 +24,6 @@ def test_every_kernel_of_ours_is_called(program):
 
 def test_nothing_as_large_as_a_weight_is_written_but_pools_in_place(program):
     """No weight is copied, transposed or converted, and no pool copied."""
-    assert len(program.instructions) > 30
     assert not [i.text for i in program.written(program.facts["smallest_weight"])]
 
 
