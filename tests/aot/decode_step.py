@@ -75,7 +75,7 @@ PROGRAMS = {
 
 # Programs of an engine with the drafter of "rejection", and its numbers of rows and pages.
 ENGINE_PROGRAMS = ("engine_rounds", "engine_prefill")
-ROWS, PAGES, CHUNK = 16, 1024, 64
+ROWS, PAGES, CHUNK = 16, 1024, 16
 
 
 def main(folder: pathlib.Path, names: list[str]) -> None:
