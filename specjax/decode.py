@@ -46,7 +46,7 @@ from specjax.errors import SpecJAXError
 from specjax.kv_cache import PagedKVCache
 from specjax.lax_utils import with_standard_promotion
 from specjax.processors import ProcessorArrays, process
-from specjax.sampling import SamplingArrays, Stream
+from specjax.sampling import Logprobs, SamplingArrays, Stream
 from specjax.verify import METHODS, Verified, unusable_drafts, verify
 
 
@@ -60,7 +60,8 @@ class DecodeConfig:
       verify: "rejection" or "coupled", see `verify`.
       runtime: dtype, page size, valid tokens, implementation and mesh. With a mesh, arrays have
         their whole shapes on both sides of `init` and `generate`.
-      logprobs: whether log-probabilities of the output are kept, see `DecodeState`.
+      logprobs: J, for how many of the most likely tokens log-probabilities are kept beside those of
+        the output, see `DecodeState`; None for no log-probabilities at all.
 
     Raises:
       SpecJAXError: for an unknown verification method, a drafter that proposes nothing, or a mesh
@@ -71,7 +72,7 @@ class DecodeConfig:
     drafter: Drafter | None = None
     verify: str = "rejection"
     runtime: Runtime = dataclasses.field(default_factory=Runtime)
-    logprobs: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self):
         if self.verify not in METHODS:
@@ -158,9 +159,9 @@ class DecodeState:
       drafter: the drafter's own state.
       request: constants of the request of each row.
       log: statistics.
-      logprobs_BS: float32, for each token of the output its log-probability under the target alone,
-        before processors, temperature and filters; 0 elsewhere. None unless `DecodeConfig.logprobs`
-        is set.
+      logprobs: for each token of the output, log-probabilities under the target alone, before
+        processors, temperature and filters; 0 elsewhere. None unless `DecodeConfig.logprobs` is
+        set.
     """
 
     tokens_BS: jax.Array
@@ -173,7 +174,7 @@ class DecodeState:
     drafter: Any
     request: RequestArrays
     log: RoundLog
-    logprobs_BS: jax.Array | None = None
+    logprobs: Logprobs | None = None
 
 
 @with_standard_promotion
@@ -325,12 +326,19 @@ def _init(params, drafter_params, config, tokens_BS, request, prefill_chunk: int
         drafter=(),
         request=request,
         log=empty_log(B, S),
-        logprobs_BS=jnp.zeros((B, S), jnp.float32) if config.logprobs else None,
+        logprobs=empty_logprobs(config, B, S),
     )
     if config.drafter:
         context = drafter_context(params, config, state)
         state = state.replace(drafter=config.drafter.init(drafter_params, context))
     return _read_prompts(params, drafter_params, config, state, prefill_chunk)
+
+
+def empty_logprobs(config: DecodeConfig, num_rows: int, num_columns: int) -> Logprobs | None:
+    """Returns zeros for the log-probabilities of `num_columns` tokens; None if none are kept."""
+    if config.logprobs is None:
+        return None
+    return sampling.empty_logprobs(num_rows, num_columns, config.logprobs)
 
 
 def empty_log(num_rows: int, num_columns: int) -> RoundLog:
@@ -392,6 +400,36 @@ def prefill(
     it, the caches of a row that takes part are those of a row that has read `start_B + count_B`
     tokens, whatever the row did before.
     """
+    chunk = (takes_part_B, start_B, count_B, T)
+    return _read_chunk(params, drafter_params, config, state, *chunk)[0]
+
+
+def score(
+    params,
+    drafter_params,
+    config: DecodeConfig,
+    state: DecodeState,
+    takes_part_B,
+    start_B,
+    count_B,
+    T: int,
+) -> tuple[DecodeState, Logprobs]:
+    """Reads a chunk like `prefill`, and returns log-probabilities of the T tokens that follow it.
+
+    That is, of the next token after each token of the chunk; beyond the prompt they are undefined.
+    The logits of the chunk are in memory at once, float32 `[B, T, V]`, so T should be at most 64.
+    """
+    chunk = (takes_part_B, start_B, count_B, T)
+    state, hidden_BTD = _read_chunk(params, drafter_params, config, state, *chunk)
+    next_BT = start_B[:, None] + jnp.arange(1, T + 1)
+    token_BT = jnp.take_along_axis(state.tokens_BS, next_BT, axis=1, mode="clip")
+    return state, _logprobs(config, llama.logits(params, hidden_BTD), token_BT)
+
+
+def _read_chunk(
+    params, drafter_params, config: DecodeConfig, state, takes_part_B, start_B, count_B, T: int
+):
+    """Returns the state after a chunk, and the target's hidden states of it."""
     state_of_chunk = _with_rows(state, takes_part_B)
     context = drafter_context(params, config, state_of_chunk)
     position_BT = start_B[:, None] + jnp.arange(T)
@@ -411,7 +449,7 @@ def prefill(
     if config.drafter:
         chunk = Chunk(tokens_BT, start_B, count_B, output.aux_hidden)
         drafter_state = config.drafter.prefill(drafter_params, drafter_state, context, chunk)
-    return state.replace(cache=output.cache, drafter=drafter_state)
+    return state.replace(cache=output.cache, drafter=drafter_state), output.hidden_BTD
 
 
 def param_specs(params, drafter_params):
@@ -467,13 +505,13 @@ class Checked(NamedTuple):
       cache: with keys and values of the block.
       verified: outcome, for T = M + 1 tokens.
       aux_hidden_BTD: residual streams for the drafter.
-      logprobs_BT: float32, of the tokens of `verified`; None unless asked for.
+      logprobs: of the tokens of `verified`; None unless asked for.
     """
 
     cache: PagedKVCache
     verified: Verified
     aux_hidden_BTD: tuple[jax.Array, ...]
-    logprobs_BT: jax.Array | None
+    logprobs: Logprobs | None
 
 
 def _step(params, drafter_params, config: DecodeConfig, state: DecodeState) -> DecodeState:
@@ -590,12 +628,12 @@ def _forward_and_verify(
             state.request.sampling,
             state.length_B,
         )
-        logprobs_BT = _logprobs(config, state, logits_BTV, verified.tokens_BT)
+        logprobs = _logprobs(config, logits_BTV, verified.tokens_BT)
         padded = functools.partial(_pad_tokens, padding=M - num_drafts)
         tokens_BT, usable_BT = padded(verified.tokens_BT), padded(verified.usable_BT)
         verified = Verified(tokens_BT, verified.accepted_B, usable_BT)
         aux_hidden_BTD = tuple(map(padded, output.aux_hidden))
-        return Checked(output.cache, verified, aux_hidden_BTD, jax.tree.map(padded, logprobs_BT))
+        return Checked(output.cache, verified, aux_hidden_BTD, jax.tree.map(padded, logprobs))
 
     if always_drafts:
         return check(M, state.cache)
@@ -609,7 +647,7 @@ def _forward_and_verify(
             jnp.zeros((B, M + 1), bool),
         ),
         tuple(jnp.zeros(hidden_shape, config.runtime.dtype) for _ in config.aux_layers),
-        None if state.logprobs_BS is None else jnp.zeros((B, M + 1), jnp.float32),
+        empty_logprobs(config, B, M + 1),
     )
     has_drafts = jnp.any(draft.count_B > 0)
     checked = lax_utils.cond_in_place(has_drafts, lambda cache, *_: check(M, cache), nothing)
@@ -632,12 +670,12 @@ def _processed(config: DecodeConfig, state: DecodeState, logits_BTV, drafts_BM):
     )
 
 
-def _logprobs(config: DecodeConfig, state: DecodeState, logits_BTV, tokens_BT):
-    """Returns the tokens' log-probabilities, float32 `[B, T]`; None unless asked for."""
-    if state.logprobs_BS is None:
+def _logprobs(config: DecodeConfig, logits_BTV, tokens_BT) -> Logprobs | None:
+    """Returns log-probabilities of tokens under the target's own logits; None unless asked for."""
+    if config.logprobs is None:
         return None
     axes = parallel.model_axes(config.runtime.mesh, "target")
-    return sampling.log_probability(config.runtime, logits_BTV, tokens_BT, axes)
+    return sampling.logprobs(config.runtime, logits_BTV, tokens_BT, config.logprobs, axes)
 
 
 def _pad_tokens(x_BT, padding: int):
@@ -653,9 +691,11 @@ def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
     is_emitted_BT = index_T < emitted_B[:, None]
     position_BT = jnp.where(is_emitted_BT, state.length_B[:, None] + index_T, S)
     tokens_BS = state.tokens_BS.at[row_B1, position_BT].set(verified.tokens_BT, mode="drop")
-    logprobs_BS = state.logprobs_BS
-    if logprobs_BS is not None:
-        logprobs_BS = logprobs_BS.at[row_B1, position_BT].set(checked.logprobs_BT, mode="drop")
+    logprobs = jax.tree.map(
+        lambda table, new: table.at[row_B1, position_BT].set(new, mode="drop"),
+        state.logprobs,
+        checked.logprobs,
+    )
     length_B = state.length_B + emitted_B
     has_room_B = length_B < state.request.max_length_B
     active_B = state.active_B & ~is_stop_B & ~is_failure_B & has_room_B
@@ -666,7 +706,7 @@ def _commit(state: DecodeState, draft: Draft, checked: Checked) -> DecodeState:
         failed_B=state.failed_B | is_failure_B,
         cache=checked.cache,
         log=_logged(state, draft, verified, emitted_B),
-        logprobs_BS=logprobs_BS,
+        logprobs=logprobs,
     )
 
 

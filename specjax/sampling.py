@@ -136,13 +136,54 @@ def sample_draft(
     return token_B, distribution._replace(logits_BTV=shard_BV)
 
 
-@with_standard_promotion
-def log_probability(
-    runtime: Runtime, logits_BTV: jax.Array, token_BT: jax.Array, axes: tuple[str, ...] = ()
-) -> jax.Array:
-    """Returns log softmax(logits) of one token of each row, float32 `[B, T]`.
+@struct.dataclass
+class Logprobs:
+    """Log-probabilities of tokens, and of the most likely tokens in their place.
 
-    Ids that are not valid have no part in the softmax. Arguments as for `sample`.
+    Attributes:
+      token_BS: float32, log-probability of each token.
+      rank_BS: int32, how many tokens are at least as likely, the token included.
+      top_ids_BSJ: int32, the J most likely tokens; those that tie in the order of their ids.
+      top_BSJ: float32, their log-probabilities.
+    """
+
+    token_BS: jax.Array
+    rank_BS: jax.Array
+    top_ids_BSJ: jax.Array
+    top_BSJ: jax.Array
+
+
+def empty_logprobs(num_rows: int, num_columns: int, num_top: int) -> Logprobs:
+    """Returns zeros for S = `num_columns` tokens of each row, with J = `num_top`."""
+    return Logprobs(
+        token_BS=jnp.zeros((num_rows, num_columns), jnp.float32),
+        rank_BS=jnp.zeros((num_rows, num_columns), jnp.int32),
+        top_ids_BSJ=jnp.zeros((num_rows, num_columns, num_top), jnp.int32),
+        top_BSJ=jnp.zeros((num_rows, num_columns, num_top), jnp.float32),
+    )
+
+
+@with_standard_promotion
+def logprobs(
+    runtime: Runtime,
+    logits_BTV: jax.Array,
+    token_BT: jax.Array,
+    num_top: int,
+    axes: tuple[str, ...] = (),
+) -> Logprobs:
+    """Returns log softmax(logits) of one token of each row, and of the most likely ones.
+
+    Ids that are not valid have no part in the softmax. Nothing is sorted where J is 0.
+
+    Args:
+      runtime: static.
+      logits_BTV: `[B, T, V]`; those of a shard where the vocabulary is split.
+      token_BT: int32.
+      num_top: J (static).
+      axes: mesh axes over which the vocabulary is split (static).
+
+    Returns:
+      Logprobs of T tokens of each row.
     """
     one_B = jnp.ones(logits_BTV.shape[0], jnp.float32)
     _, distribution = passes.sample_pass(
@@ -153,7 +194,39 @@ def log_probability(
         implementation=runtime.implementation,
         **vocabulary(runtime, axes),
     )
-    return passes.log_probability(distribution, token_BT, one_B, **vocabulary(runtime, axes))
+    token_logprob_BT = passes.log_probability(
+        distribution, token_BT, one_B, **vocabulary(runtime, axes)
+    )
+    offset_BT1 = (distribution.largest_BT + jnp.log(distribution.total_BT))[..., None]
+    V = logits_BTV.shape[-1]
+    first_token = jax.lax.axis_index(axes) * V if axes else 0
+    num_valid = runtime.num_valid_tokens
+    is_valid_V = jnp.arange(V) + first_token < (2**31 - 1 if num_valid is None else num_valid)
+    # As accurate as the token's own, so that the two are equal for the same token.
+    logprob_BTV = jnp.where(is_valid_V, finite(logits_BTV) - offset_BT1, -jnp.inf)
+    is_token_BTV = jnp.arange(V) + first_token == token_BT[..., None]
+    is_as_likely_BTV = (logprob_BTV >= token_logprob_BT[..., None]) | is_token_BTV
+    rank_BT = _sum(is_as_likely_BTV.astype(jnp.int32), axes)
+    top_BTJ, top_ids_BTJ = _most_likely(logprob_BTV, num_top, first_token, axes)
+    return Logprobs(token_logprob_BT, rank_BT, top_ids_BTJ, top_BTJ)
+
+
+def _most_likely(logprob_BTV, num_top: int, first_token, axes: tuple[str, ...]):
+    """Returns the J largest log-probabilities of each row, and their ids."""
+    B, T, V = logprob_BTV.shape
+    if num_top == 0:
+        return jnp.zeros((B, T, 0), jnp.float32), jnp.zeros((B, T, 0), jnp.int32)
+    top_BTJ, ids_BTJ = jax.lax.top_k(logprob_BTV, min(num_top, V))
+    ids_BTJ += first_token
+    if axes:
+        # Shards come in the order of their ids, so that tokens that tie do, too.
+        top_BTJ = jax.lax.all_gather(top_BTJ, axes, axis=2, tiled=True)
+        ids_BTJ = jax.lax.all_gather(ids_BTJ, axes, axis=2, tiled=True)
+        top_BTJ, index_BTJ = jax.lax.top_k(top_BTJ, min(num_top, top_BTJ.shape[2]))
+        ids_BTJ = jnp.take_along_axis(ids_BTJ, index_BTJ, axis=2)
+    padding = ((0, 0), (0, 0), (0, num_top - top_BTJ.shape[2]))
+    top_BTJ = jnp.pad(top_BTJ, padding, constant_values=-jnp.inf)
+    return top_BTJ, jnp.pad(ids_BTJ, padding)
 
 
 def vocabulary(runtime: Runtime, axes: tuple[str, ...]) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from specjax.engine.load import Model
 from specjax.engine.request import RequestOutputKind, SamplingParams
 from specjax.errors import SpecJAXError
 from support import loop
-from support.models import make_drafter, tiny
+from support.models import full_logits, make_drafter, tiny
 
 TARGET, DRAFT = tiny(1), tiny(2)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
@@ -309,6 +310,49 @@ def test_processors_and_plain_requests_run_side_by_side(name):
     assert set(together["2"]) <= {1, 2, 3}
     assert together["3"] == alone([3, 1, 4], 10, 0.8, 4)
     assert together["4"] == [5] * 10
+
+
+# --- Log-probabilities ----------------------------------------------------------------------------
+
+
+def check_entries(entries: dict, token: int, logprobs_V, num_top: int) -> None:
+    """Those of the token itself, and of the most likely ones."""
+    order = np.argsort(-logprobs_V, kind="stable")
+    assert set(entries) == {token, *order[:num_top].tolist()}
+    for token_id, entry in entries.items():
+        assert entry.logprob == pytest.approx(logprobs_V[token_id], abs=1e-5)
+        assert entry.rank == list(order).index(token_id) + 1
+
+
+@pytest.mark.parametrize("name", ["none", "ngram,eagle", "draft_model"])
+def test_log_probabilities_are_those_of_the_target(name):
+    """Of prompts and outputs, whatever changes the logits before sampling, also beside requests
+    without."""
+    engine = make_engine(name, chunk_sizes=(16,))
+    prompt = SHARED[:20]
+    options = dict(max_tokens=12, temperature=0.7, top_k=5, seed=3, frequency_penalty=0.5)
+    wishes = [
+        SamplingParams(logprobs=2, prompt_logprobs=1, **options),
+        SamplingParams(logprobs=0, **options),
+        SamplingParams(**options),
+    ]
+    for index, params in enumerate(wishes):
+        engine.submit(prompt, params, request_id=str(index))
+    got = outputs(engine)
+    (first,), (second,), (third,) = (got[str(i)].outputs for i in range(3))
+    assert first.token_ids == second.token_ids == third.token_ids
+    assert third.logprobs is None and third.cumulative_logprob is None
+    text = [*prompt, *first.token_ids]
+    logprobs_SV = np.asarray(jax.nn.log_softmax(full_logits(TARGET, [text])[0]))
+    for i, token in enumerate(first.token_ids):
+        check_entries(first.logprobs[i], token, logprobs_SV[19 + i], 2)
+        check_entries(second.logprobs[i], token, logprobs_SV[19 + i], 0)
+    expected = sum(logprobs_SV[19 + i, token] for i, token in enumerate(first.token_ids))
+    assert first.cumulative_logprob == pytest.approx(expected, abs=1e-4)
+    assert got["0"].prompt_logprobs[0] is None and got["1"].prompt_logprobs is None
+    assert len(got["0"].prompt_logprobs) == 20
+    for i, entries in enumerate(got["0"].prompt_logprobs[1:], 1):
+        check_entries(entries, prompt[i], logprobs_SV[i - 1], 1)
 
 
 # --- Calls ----------------------------------------------------------------------------------------

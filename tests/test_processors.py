@@ -175,19 +175,21 @@ def test_a_shard_of_the_vocabulary_gets_its_part():
     def shard(tree, *args):
         logits_BTV = tree["logits_BTV"]
         token_BT = args[0][:, : BLOCK_M + 1] % (BLOCK_V - 1)
-        logprobs_BT = sampling_lib.log_probability(runtime, logits_BTV, token_BT, axes)
-        return processors.process(tree["arrays"], logits_BTV, *args, axes), logprobs_BT
+        found = sampling_lib.logprobs(runtime, logits_BTV, token_BT, 2, axes)
+        return processors.process(tree["arrays"], logits_BTV, *args, axes), found
 
     whole = [PartitionSpec()] * 5
     out = PartitionSpec(None, None, axes), PartitionSpec()
     run_shards = parallel.on_mesh(shard, mesh, (parallel.specs(tree, "target"), *whole), out)
     args = block().args()
-    processed_BTV, logprobs_BT = jax.jit(run_shards)(tree, *args[1:])
+    processed_BTV, found = jax.jit(run_shards)(tree, *args[1:])
     assert_equal_where_real(np.asarray(processed_BTV), expected_block(ALL))
     expected_BTV = jax.nn.log_softmax(block().logits_BTV[..., :-1])
     token_BT = block().tokens_BS[:, : BLOCK_M + 1] % (BLOCK_V - 1)
     expected_BT = np.take_along_axis(expected_BTV, token_BT[..., None], axis=2)[..., 0]
-    np.testing.assert_allclose(logprobs_BT, expected_BT, atol=1e-5)
+    np.testing.assert_allclose(found.token_BS, expected_BT, atol=1e-5)
+    np.testing.assert_allclose(found.top_BSJ, np.sort(expected_BTV)[..., :-3:-1], atol=1e-5)
+    np.testing.assert_array_equal(found.rank_BS, (expected_BTV >= expected_BT[..., None]).sum(-1))
 
 
 def test_infinite_logits_and_forbidden_nans():
@@ -343,7 +345,7 @@ TEXTS = dict(
     presence_penalty=[0.5, -0.5, 1, 0.2, 0, 2, 0.3, 0.1, -1, 0.5, 0.4, 0],
     frequency_penalty=[0.1, 0.3, -0.2, 0, 0.5, -0.1, 0.2, 0.05, 1, 0.3, -0.3, 0],
     repetition_penalty=[1.1, 0.9, 1.3, 1.05, 1, 1.2, 0.95, 1.02, 1.5, 1.1, 0.8, 1],
-    logprobs=True,
+    logprobs=3,
 )
 
 
@@ -360,8 +362,15 @@ def check_logprobs(got):
     for b, tokens in enumerate(got.emitted):
         start, end = int(state.request.prompt_length_B[b]), int(state.length_B[b])
         expected = logprobs_BSV[b, np.arange(start, end) - 1, tokens]
-        np.testing.assert_allclose(state.logprobs_BS[b, start:end], expected, atol=1e-5)
-        assert not state.logprobs_BS[b, :start].any() and not state.logprobs_BS[b, end:].any()
+        rows_SV = logprobs_BSV[b, np.arange(start, end) - 1]
+        found = jax.tree.map(lambda x, b=b: np.asarray(x[b]), state.logprobs)
+        np.testing.assert_allclose(found.token_BS[start:end], expected, atol=1e-5)
+        for i, row_V in enumerate(rows_SV):
+            top_ids = found.top_ids_BSJ[start + i]
+            np.testing.assert_allclose(found.top_BSJ[start + i], np.sort(row_V)[:-4:-1], atol=1e-5)
+            np.testing.assert_allclose(found.top_BSJ[start + i], row_V[top_ids], atol=1e-5)
+            assert found.rank_BS[start + i] == (row_V > expected[i] + 1e-6).sum() + 1
+        assert not found.token_BS[:start].any() and not found.token_BS[end:].any()
 
 
 def check_text(got, rows):
@@ -429,10 +438,12 @@ def test_without_features_the_loop_is_the_same(monkeypatch):
     without = jaxpr(None)
     assert jaxpr(ProcessorArrays()) == without
     assert len(jaxpr(arrays)) > len(without)
-    assert len(jaxpr(None, logprobs=True)) > len(without)
+    without_top = jaxpr(None, logprobs=0)
+    assert len(without_top) > len(without)
+    assert "top_k" not in without_top and "top_k" in jaxpr(None, logprobs=1)
     # It is what it would be if the functions did not exist.
     monkeypatch.setattr(decode, "process", lambda arrays, logits_BTV, *_: logits_BTV)
-    monkeypatch.setattr(sampling_lib, "log_probability", None)
+    monkeypatch.setattr(sampling_lib, "logprobs", None)
     assert jaxpr(None) == without
 
 

@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from specjax import decode, parallel
 from specjax.decode import DecodeConfig
 from specjax.drafters.base import Drafter
@@ -35,6 +37,7 @@ from specjax.engine.pages import PagePool
 from specjax.engine.programs import Report
 from specjax.engine.request import (
     CompletionOutput,
+    Logprob,
     RequestMetrics,
     RequestOutput,
     RequestOutputKind,
@@ -43,8 +46,10 @@ from specjax.engine.request import (
     sampler_seed,
 )
 from specjax.engine.runner import Call, RowArrays, Runner
-from specjax.engine.schedule import Plan, Scheduler
+from specjax.engine.schedule import Chunk, Plan, Scheduler
 from specjax.errors import SpecJAXError
+from specjax.sampling import Logprobs
+from specjax.tokenizer import Tokenizer
 
 CHUNK_SIZES = (16, 64, 256)
 SECONDS_PER_CALL = 0.05  # what streams accept as delay
@@ -108,6 +113,7 @@ class _Request:
     arrival_time: float = dataclasses.field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] = dataclasses.field(default_factory=list)
     completions: list[_Completion] = dataclasses.field(default_factory=list)
 
     @property
@@ -131,6 +137,7 @@ class _Completion:
     accepted: list[int] = dataclasses.field(default_factory=list)
     emitted: list[int] = dataclasses.field(default_factory=list)
     unusable_drafts: int = 0
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -297,7 +304,13 @@ class Engine:
         eos_ids = () if params.ignore_eos else self.target.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
         row = batch.request_row(params, prompt_length, max_length, stop_ids)
-        return RowArrays(row, stop_ids, batch.processor_row(params, self.target), params.logprobs)
+        return RowArrays(
+            row,
+            stop_ids,
+            batch.processor_row(params, self.target),
+            params.logprobs,
+            params.prompt_logprobs,
+        )
 
     def abort(self, request_id: str) -> None:
         """Ends a request with the next step, without further output. Unknown ids are ignored."""
@@ -310,6 +323,8 @@ class Engine:
 
     def _begin(self, request: _Request) -> None:
         self._requests[request.request_id] = request
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(request.prompt_ids)
         params, prompt_length = request.params, len(request.prompt_ids)
         first = None
         for index in range(params.n):
@@ -321,6 +336,7 @@ class Engine:
                 order=request.number * MAX_COMPLETIONS + index,
                 salt=request.salt,
                 reuses_prefix=params.prompt_logprobs is None,
+                is_scored=params.prompt_logprobs is not None,
                 sibling=first,
             )
             first = first or sequence
@@ -427,13 +443,24 @@ class Engine:
         self._note_begin(plan.admitted)
         self._runner.admit(plan.admitted)
         for chunks in plan.prefill:
-            self._runner.prefill(chunks)
+            self._take_scores(chunks, self._runner.prefill(chunks))
         if plan.prefill:
             self._runner.wait()
             self._stats.prefill_seconds += self._account(started_at)
         if plan.decoding:
             num_expected = self._scheduler.num_running + len(self._scheduler.waiting)
             self._calls.append(self._runner.rounds(plan, num_expected))
+
+    def _take_scores(self, chunks: list[Chunk], scores: list[Logprobs] | None) -> None:
+        """Takes in log-probabilities of prompts."""
+        for chunk, logprobs in zip(chunks, scores or [], strict=False):
+            request = chunk.sequence.owner.request
+            first = chunk.start + 1
+            last = min(first + chunk.count, len(request.prompt_ids))
+            ids = request.prompt_ids[first:last]
+            num_top = request.params.prompt_logprobs
+            entries = token_logprobs(self.target.tokenizer, ids, logprobs, num_top)
+            request.prompt_logprobs[first:last] = entries
 
     def _note_begin(self, admitted: list[schedule.Sequence]) -> None:
         for sequence in admitted:
@@ -480,6 +507,10 @@ class Engine:
         completion.accepted += log.accepted_BS[slot, :num_rounds].tolist()
         completion.emitted += log.emitted_BS[slot, :num_rounds].tolist()
         completion.unusable_drafts += int(log.unusable_drafts_B[slot])
+        num_top = completion.arrays.logprobs
+        if num_top is not None:
+            logprobs = jax.tree.map(lambda x: x[slot], report.logprobs)
+            completion.logprobs += token_logprobs(self.target.tokenizer, new_ids, logprobs, num_top)
         if num_new and completion.request.first_token_time is None:
             completion.request.first_token_time = time.monotonic()
         completion.text.push(new_ids)
@@ -506,6 +537,7 @@ class Engine:
         """Drops the tokens behind the one that completed a stop string."""
         num_kept, sequence = completion.text.num_tokens, completion.sequence
         del sequence.token_ids[sequence.prompt_length + num_kept :]
+        del completion.logprobs[num_kept:]
         num_left = num_kept
         for i, emitted in enumerate(completion.emitted):
             completion.emitted[i] = min(emitted, num_left)
@@ -566,7 +598,7 @@ class Engine:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_ids,
-            prompt_logprobs=None,
+            prompt_logprobs=tuple(request.prompt_logprobs) or None,
             outputs=tuple(map(self._completion_output, request.completions)),
             finished=request.is_finished,
             metrics=metrics,
@@ -575,6 +607,10 @@ class Engine:
 
     def _completion_output(self, completion: _Completion) -> CompletionOutput:
         token_ids, text = completion.token_ids, completion.text.text
+        logprobs, cumulative = completion.logprobs, None
+        if completion.arrays.logprobs is not None:
+            pairs = zip(token_ids, logprobs, strict=True)
+            cumulative = sum(entries[token_id].logprob for token_id, entries in pairs)
         if completion.request.params.output_kind == RequestOutputKind.DELTA:
             new_ids, new_text = (
                 token_ids[completion.num_reported :],
@@ -582,12 +618,13 @@ class Engine:
             )
             completion.num_reported, completion.num_characters = len(token_ids), len(text)
             token_ids, text = new_ids, new_text
+            logprobs = logprobs[len(logprobs) - len(new_ids) :]
         return CompletionOutput(
             index=completion.index,
             text=text,
             token_ids=tuple(token_ids),
-            cumulative_logprob=None,
-            logprobs=None,
+            cumulative_logprob=cumulative,
+            logprobs=None if cumulative is None else tuple(logprobs),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             seed=completion.seed,
@@ -596,3 +633,36 @@ class Engine:
             emitted=tuple(completion.emitted),
             unusable_drafts=completion.unusable_drafts,
         )
+
+
+def token_logprobs(
+    tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Logprobs, num_top: int
+) -> list[dict[int, Logprob]]:
+    """Returns for each token log-probabilities by id: its own first, and the most likely ones.
+
+    Args:
+      tokenizer: for the texts; None for none.
+      ids: of S tokens or fewer.
+      logprobs: of these tokens, on the host: one row.
+      num_top: how many of the most likely tokens.
+    """
+    found = []
+    for i, token_id in enumerate(ids):
+        top_ids = logprobs.top_ids_BSJ[i, :num_top].tolist()
+        top = logprobs.top_BSJ[i, :num_top].tolist()
+        entries = {token_id: (float(logprobs.token_BS[i]), int(logprobs.rank_BS[i]))}
+        for rank, (top_id, logprob) in enumerate(zip(top_ids, top, strict=True), 1):
+            entries.setdefault(top_id, (logprob, rank))
+        found.append(
+            {
+                key: Logprob(logprob, rank, _token_text(tokenizer, key))
+                for key, (logprob, rank) in entries.items()
+            }
+        )
+    return found
+
+
+def _token_text(tokenizer: Tokenizer | None, token_id: int) -> str | None:
+    if tokenizer is None:
+        return None
+    return tokenizer.decode([token_id], skip_special_tokens=False)

@@ -28,7 +28,7 @@ from specjax.decode import DecodeConfig, DecodeState, RequestArrays, RoundLog
 from specjax.kv_cache import PagedKVCache
 from specjax.lax_utils import with_standard_promotion
 from specjax.processors import ProcessorArrays
-from specjax.sampling import SamplingArrays
+from specjax.sampling import Logprobs, SamplingArrays
 
 
 @struct.dataclass
@@ -95,7 +95,7 @@ class Report:
       complete_B: int32, how many of the first positions are complete in all pools. Pages up to
         there may be shared.
       log: statistics of the rounds of this call, in tables of R columns.
-      logprobs_BS: float32, log-probabilities of the new tokens; None unless asked for.
+      logprobs: of the new tokens; None unless asked for.
     """
 
     tokens_BS: jax.Array
@@ -104,7 +104,7 @@ class Report:
     failed_B: jax.Array
     complete_B: jax.Array
     log: RoundLog
-    logprobs_BS: jax.Array | None = None
+    logprobs: Logprobs | None = None
 
 
 def init(
@@ -248,6 +248,45 @@ def prefill(
 
 
 @with_standard_promotion
+def score(
+    params,
+    drafter_params,
+    config: DecodeConfig,
+    state: EngineState,
+    pages: Pages,
+    start_B: jax.Array,
+    count_B: jax.Array,
+    chunk_size: int,
+) -> tuple[EngineState, Logprobs]:
+    """`prefill` that also returns log-probabilities of the prompt, see `decode.score`."""
+
+    def run(params, drafter_params, pages, start_B, count_B, state):
+        rows = _gather(config, state, pages)
+        takes_part_B = pages.row_B < state.length_B.shape[0]
+        rows, logprobs = decode.score(
+            params, drafter_params, config, rows, takes_part_B, start_B, count_B, chunk_size
+        )
+        return logprobs, _scatter(state, pages.row_B, rows)
+
+    def in_specs(params, drafter_params, pages, start_B, count_B, state):
+        return (
+            *decode.param_specs(params, drafter_params),
+            parallel.specs(pages, "target"),
+            parallel.ROWS,
+            parallel.ROWS,
+            decode.state_specs(state),
+        )
+
+    def out_specs(outputs):
+        logprobs, state = outputs
+        return parallel.specs(logprobs, "target"), decode.state_specs(state)
+
+    run = parallel.on_mesh(run, config.runtime.mesh, in_specs, out_specs)
+    logprobs, state = run(params, drafter_params, pages, start_B, count_B, state)
+    return state, logprobs
+
+
+@with_standard_promotion
 def rounds(
     params,
     drafter_params,
@@ -339,7 +378,7 @@ def _gather(
         ),
         request=request,
         log=decode.empty_log(len(row_B), max_rounds),
-        logprobs_BS=jnp.zeros(tokens_BS.shape, jnp.float32) if config.logprobs else None,
+        logprobs=decode.empty_logprobs(config, *tokens_BS.shape),
     )
 
 
@@ -371,8 +410,9 @@ def _report(config: DecodeConfig, start: DecodeState, end: DecodeState, max_roun
     num_tokens = max_rounds * (config.num_tokens + 1)
     position_BS = start.length_B[:, None] + jnp.arange(num_tokens)
 
-    def new_tokens(x_BS):
-        return jnp.take_along_axis(x_BS, position_BS, axis=1, mode="clip")
+    def new_tokens(x):
+        index = position_BS.reshape(*position_BS.shape, *[1] * (x.ndim - 2))
+        return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
     complete_B = end.length_B - 1
     if config.drafter:
@@ -386,7 +426,7 @@ def _report(config: DecodeConfig, start: DecodeState, end: DecodeState, max_roun
         failed_B=end.failed_B,
         complete_B=complete_B,
         log=end.log,
-        logprobs_BS=jax.tree.map(new_tokens, end.logprobs_BS),
+        logprobs=jax.tree.map(new_tokens, end.logprobs),
     )
 
 
@@ -394,4 +434,5 @@ init_jit = jax.jit(init, static_argnums=(2, 3, 4, 5, 6))
 admit_jit = jax.jit(admit, static_argnums=0, donate_argnums=1)
 admit_processors_jit = jax.jit(admit_processors, static_argnums=0, donate_argnums=1)
 prefill_jit = jax.jit(prefill, static_argnums=(2, 7), donate_argnums=3)
+score_jit = jax.jit(score, static_argnums=(2, 7), donate_argnums=3)
 rounds_jit = jax.jit(rounds, static_argnums=(2, 7, 8), donate_argnums=3)

@@ -21,8 +21,10 @@ from specjax.engine.request import SamplingParams
 from specjax.engine.schedule import Chunk, Plan
 from specjax.engine.schedule import Sequence as Row
 from specjax.processors import ProcessorArrays
+from specjax.sampling import Logprobs
 
 MAX_ROUNDS = 16  # of a call: the tables of a report have so many columns
+TOP_BUCKETS = (0, 5, 20)
 ADMISSION_ROWS = 4  # rows of a replica that one call of `admit` can fill
 
 
@@ -34,13 +36,16 @@ class RowArrays:
       request: constants of the request, without processors.
       stop_ids: ids that end it.
       processors: None for none.
-      logprobs: see `DecodeConfig`.
+      logprobs: for how many of the most likely tokens log-probabilities are reported, beside those
+        of the output; None for none at all.
+      prompt_logprobs: the same for the prompt.
     """
 
     request: RequestArrays
     stop_ids: tuple[int, ...] = ()
     processors: ProcessorArrays | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def with_seed(self, seed: int) -> RowArrays:
         """Returns the arrays of the same request with another seed, a uint32."""
@@ -176,8 +181,12 @@ class Runner:
         row_B = parallel.put(row_B, self._mesh)
         self._processors = programs.admit_processors_jit(self._config, self._processors, row_B, new)
 
-    def prefill(self, chunks: list[Chunk]) -> None:
-        """Reads chunks of prompts, at most `chunk_rows` of each replica."""
+    def prefill(self, chunks: list[Chunk]) -> list[Logprobs] | None:
+        """Reads chunks of prompts, at most `chunk_rows` of each replica.
+
+        Returns log-probabilities of the tokens after each of a chunk, `[S]` and `[S, J]`, if the
+        sequences are scored; else None.
+        """
         sequences = [chunk.sequence for chunk in chunks]
         slots = self._slots(sequences, self._chunk_rows)
         start_B, count_B = np.zeros((2, self._chunk_rows * self._num_replicas), np.int32)
@@ -186,7 +195,19 @@ class Runner:
         most = max(chunk.count for chunk in chunks)
         size = next(size for size in self._chunk_sizes if size >= most)
         pages = self._pages(sequences, slots, self._chunk_rows)
-        self._prefill(pages, start_B, count_B, size)
+        if not sequences[0].is_scored:
+            self._prefill(pages, start_B, count_B, size)
+            return None
+        num_top = max(sequence.owner.arrays.prompt_logprobs for sequence in sequences)
+        *head, config, state, pages, starts, counts, size = self._prefill_arguments(
+            pages, start_B, count_B, size
+        )
+        config = dataclasses.replace(config, logprobs=_top_bucket(num_top))
+        self._state, logprobs = programs.score_jit(
+            *head, config, state, pages, starts, counts, size
+        )
+        logprobs = parallel.get(logprobs)
+        return [jax.tree.map(lambda x, slot=slot: x[slot], logprobs) for slot in slots]
 
     def _prefill(self, pages: Pages, start_B, count_B, size: int) -> None:
         arguments = self._prefill_arguments(pages, start_B, count_B, size)
@@ -214,13 +235,12 @@ class Runner:
         )
         arrays = [sequence.owner.arrays for sequence in plan.decoding]
         has_processors = any(row.processors for row in arrays)
+        num_top = max(-1 if row.logprobs is None else row.logprobs for row in arrays)
         wanted = Variant(
             most,
             is_greedy=all(row.is_greedy for row in arrays) and not has_processors,
             has_processors=has_processors,
-            logprobs=max(
-                (row.logprobs for row in arrays if row.logprobs is not None), default=None
-            ),
+            logprobs=None if num_top < 0 else _top_bucket(num_top),
         )
         variant = self._variant(wanted, num_expected)
         slots = self._slots(plan.decoding, variant.num_rows)
@@ -330,6 +350,11 @@ class Runner:
             table_BX[slot, : len(sequence.pages)] = sequence.pages
             capacity_B[slot] = len(sequence.pages) * self._config.runtime.page_size
         return Pages(self._row_numbers(sequences, slots, num_slots), table_BX, capacity_B)
+
+
+def _top_bucket(num_top: int) -> int:
+    """Returns for how many of the most likely tokens a program is compiled."""
+    return next(bucket for bucket in TOP_BUCKETS if bucket >= num_top)
 
 
 def row_buckets(num_rows: int) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ class Sequence:
       order: sequences with smaller numbers go first.
       salt: see `PagePool.match`.
       reuses_prefix: whether its prompt may begin with pages of another sequence.
+      is_scored: whether log-probabilities of its prompt are asked for. Such prompts are read in
+        small chunks and in calls of their own.
       sibling: another sequence with the same prompt, whose pages this one waits for.
       owner: of the scheduler's caller.
       replica: number of the data-parallel replica that it runs on; None while it waits.
@@ -57,6 +59,7 @@ class Sequence:
     order: int = 0
     salt: bytes = b""
     reuses_prefix: bool = True
+    is_scored: bool = False
     sibling: Sequence | None = None
     owner: Any = None
     replica: int | None = None
@@ -117,6 +120,9 @@ class Replica:
         self.pool = pool
         self.free_rows = list(range(num_rows))[::-1]
         self.running: list[Sequence] = []  # in the order of their arrival
+
+
+SCORED_CHUNK = 64  # tokens of a prompt that are read together with their logits
 
 
 class Scheduler:
@@ -310,7 +316,10 @@ class Scheduler:
             for sequence in replica.running:
                 index = 0  # chunks of a sequence are read one after the other
                 while sequence.num_to_read and num_left > 0:
-                    while index < len(calls) and num_chunks[index] == self._chunk_rows:
+                    while index < len(calls) and not (
+                        num_chunks[index] < self._chunk_rows
+                        and calls[index][0].sequence.is_scored == sequence.is_scored
+                    ):
                         index += 1
                     if index == len(calls):
                         calls.append([])
@@ -324,7 +333,8 @@ class Scheduler:
 
     def _next_chunk(self, sequence: Sequence) -> Chunk:
         start = sequence.num_read
-        count = min(sequence.num_to_read, self._chunk_sizes[-1])
+        most = self._chunk_sizes[-1]
+        count = min(sequence.num_to_read, min(most, SCORED_CHUNK) if sequence.is_scored else most)
         sequence.num_read = sequence.num_complete = start + count
         if not sequence.num_to_read:
             pool = self.replicas[sequence.replica].pool

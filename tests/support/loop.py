@@ -44,7 +44,7 @@ def prepare(
     eos=(),
     verify="rejection",
     prefill_chunk=8,
-    logprobs=False,
+    logprobs=None,
     **options,
 ):
     """Reads prompts, and returns the arguments of `GENERATE`.
