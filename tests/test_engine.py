@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from specjax import parallel
 from specjax.drafters import registry
-from specjax.engine import programs, runner
+from specjax.engine import load, programs, runner
 from specjax.engine.engine import Engine
 from specjax.engine.load import Model
 from specjax.engine.request import RequestOutputKind, SamplingParams
@@ -22,6 +23,7 @@ from support.models import full_logits, make_drafter, tiny
 
 TARGET, DRAFT = tiny(1), tiny(2)
 MODEL = Model(TARGET.config, TARGET.params, None, (), "tiny")
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "llama"
 NAMES = ["none", *registry.names(), "ngram,eagle", "ngram,draft_model"]
 V, PAGE, LENGTH, K = TARGET.config.vocab_size, 4, 64, 3
 
@@ -353,6 +355,24 @@ def test_log_probabilities_are_those_of_the_target(name):
     assert len(got["0"].prompt_logprobs) == 20
     for i, entries in enumerate(got["0"].prompt_logprobs[1:], 1):
         check_entries(entries, prompt[i], logprobs_SV[i - 1], 1)
+
+
+@pytest.mark.parametrize("case", ["gqa", "rope_llama3"])
+def test_log_probabilities_are_those_of_transformers(case):
+    """Golden logits of Hugging Face transformers, see `test_llama.py`."""
+    model = load.load(GOLDEN / case, dtype="float32")
+    golden = np.load(GOLDEN / case / "golden.npz")
+    prompt = golden["tokens_BT"][0].tolist()
+    engine = Engine(model, page_size=PAGE, max_num_seqs=1, max_model_len=len(prompt) + 1)
+    engine.submit(
+        prompt, SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0)
+    )
+    (output,) = outputs(engine).values()
+    (completion,) = output.outputs
+    entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+    logprobs_TV = np.asarray(jax.nn.log_softmax(golden["logits_BTV"][0]))
+    for i, token in enumerate([*prompt[1:], *completion.token_ids]):
+        assert entries[i][token].logprob == pytest.approx(logprobs_TV[i, token], abs=1e-4)
 
 
 # --- Calls ----------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from absl import flags
@@ -13,13 +15,15 @@ from specjax.cli import flags as common_flags
 from specjax.cli import jsonl, models, outputs, processes
 from specjax.cli.flags import Decoding
 from specjax.engine import batch
+from specjax.engine.generate import MAX_NUM_SEQS
 from specjax.engine.load import Model
-from specjax.engine.request import Completion, Generation, Prompt
+from specjax.engine.request import Completion, Generation, OnCompletion, Prompt
 from specjax.errors import SpecJAXError, SpecJAXWarning
-from specjax.report import tables
+from specjax.report import progress, tables
 from specjax.report.stream import TextStream, print_text
 
 FLAGS = flags.FLAGS
+MANY = 8  # prompts: a terminal shows how many are finished, and their texts are in --output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,13 @@ class Prompts:
 
     prompts: list[Prompt]
     names: list[str]
-    options: dict[str, list[float]]
+    options: dict[str, list[Any]]
+
+    def part(self, indexes: list[int]) -> Prompts:
+        """Returns some of the prompts."""
+        options = {name: [x[i] for i in indexes] for name, x in self.options.items()}
+        prompts, names = [self.prompts[i] for i in indexes], [self.names[i] for i in indexes]
+        return Prompts(prompts, names, options)
 
 
 def define_flags() -> None:
@@ -63,7 +73,19 @@ def define_flags() -> None:
     flags.DEFINE_bool("ignore_eos", False, "Continue after end-of-sequence tokens.")
     flags.DEFINE_bool("compare", False, "Also decode without speculation, and report both.")
     common_flags.define_path(
-        "output", None, "JSONL file to write completions to; it must not exist."
+        "output",
+        None,
+        "JSONL file to write completions to, each when it is finished; it must not exist, but with "
+        "--resume.",
+    )
+    flags.DEFINE_bool(
+        "resume",
+        False,
+        "Continue a run that was interrupted: prompts whose completions are in --output are not "
+        "generated again.",
+    )
+    flags.DEFINE_integer(
+        "max_num_seqs", MAX_NUM_SEQS, "Most prompts that are decoded at a time; the others wait."
     )
 
 
@@ -82,6 +104,8 @@ def main(argv: list[str]) -> int:
         ignore_eos=FLAGS.ignore_eos,
         compare=FLAGS.compare,
         output=FLAGS.output,
+        resume=FLAGS.resume,
+        max_num_seqs=FLAGS.max_num_seqs,
     )
 
 
@@ -128,7 +152,14 @@ def _check_option(name: str, row: dict) -> None:
 
 
 def run(
-    decoding: Decoding, prompts: Prompts, *, ignore_eos: bool, compare: bool, output: str | None
+    decoding: Decoding,
+    prompts: Prompts,
+    *,
+    ignore_eos: bool,
+    compare: bool,
+    output: str | None,
+    resume: bool,
+    max_num_seqs: int,
 ) -> int:
     """Generates completions, and prints and writes them.
 
@@ -138,41 +169,40 @@ def run(
       ignore_eos: continues after end-of-sequence tokens.
       compare: also decodes without speculation, and reports both.
       output: JSONL file to write.
+      resume: continues an earlier run whose file is there.
+      max_num_seqs: prompts that are decoded at a time.
 
     Returns:
       The exit code.
     """
     (drafter,) = decoding.drafters
-    if compare and drafter == "none":
-        raise SpecJAXError(
-            "--compare compares a drafter with plain decoding; --drafter=none is plain decoding"
-        )
+    _check_options(decoding, compare, output, resume)
     processes.join(decoding.processes)
-    outputs.check_output(output)
-    options: dict[str, Any] = dict(prompts.options)
+    outputs.check_output(output, resume=resume)
+    if ignore_eos:
+        prompts.options["ignore_eos"] = [True] * len(prompts.prompts)
+    writer = outputs.CompletionWriter(output, prompts.prompts, _by_prompt(prompts), resume=resume)
+    left = [i for i in range(len(prompts.prompts)) if i not in writer.finished]
+    if not left:
+        print(f"All {len(prompts.prompts)} prompts are finished: see {output}.")
+        return 0
+    part = prompts.part(left)
+    options = {name: values for name, values in part.options.items() if name != "ignore_eos"}
+    options |= {"max_num_seqs": max_num_seqs}
     if ignore_eos:
         options["eos_ids"] = ()
     setup, speculations = models.load_models(decoding)
     speculation = speculations[drafter]
-    ids = _encode(setup.target, prompts)
+    ids = _encode(setup.target, part)
     console = Console(highlight=False)
-    with outputs.CompletionWriter(output, prompts.prompts) as writer:
-        is_live = console.is_terminal and processes.is_only()
-        if is_live and setup.target.tokenizer is not None:
-            headlines = [jsonl.headline(prompt) for prompt in prompts.prompts]
-            stream = TextStream(console, setup.target, headlines)
-            result = setup.generate(
-                speculation,
-                ids,
-                on_tokens=stream.on_tokens,
-                on_completion=writer.write,
-                **options,
-            )
-        else:
-            with _Printer(console, prompts.prompts, writer) as printer:
-                result = setup.generate(
-                    speculation, ids, on_completion=printer.on_completion, **options
-                )
+
+    def write(index: int, completion: Completion) -> None:
+        writer.write(left[index], completion)
+
+    with writer:
+        generate = functools.partial(setup.generate, speculation, ids, **options)
+        shows_bar = output is not None and len(left) > MANY
+        result = _generate(generate, part, setup.target, console, write, shows_bar)
     if writer.error:
         raise SpecJAXError(writer.error)
     runs = {"plain" if drafter == "none" else "speculative": [result]}
@@ -186,6 +216,64 @@ def run(
         return 0
     is_sampled = any(prompts.options["temperature"])
     return _report_comparison(runs, is_exact=decoding.verify == "coupled" or not is_sampled)
+
+
+def _generate(
+    generate: Callable[..., Generation],
+    prompts: Prompts,
+    target: Model,
+    console: Console,
+    write: OnCompletion,
+    shows_bar: bool,
+) -> Generation:
+    """Generates, and shows on the way what a terminal or a pipe should see.
+
+    Args:
+      generate: `Setup.generate` with its other arguments.
+      prompts: what is generated.
+      target: the model.
+      console: the standard output.
+      write: called with each finished completion.
+      shows_bar: whether a terminal shows a progress bar instead of the texts.
+    """
+    is_live = console.is_terminal and processes.is_only()
+    if is_live and shows_bar:
+        with progress.bar("prompts", len(prompts.prompts)) as advance:
+
+            def write_and_advance(index: int, completion: Completion) -> None:
+                write(index, completion)
+                advance()
+
+            return generate(on_completion=write_and_advance)
+    if is_live and target.tokenizer is not None:
+        headlines = [jsonl.headline(prompt) for prompt in prompts.prompts]
+        stream = TextStream(console, target, headlines)
+        return generate(on_tokens=stream.on_tokens, on_completion=write)
+    with _Printer(console, prompts.prompts, write) as printer:
+        return generate(on_completion=printer.on_completion)
+
+
+def _check_options(decoding: Decoding, compare: bool, output: str | None, resume: bool) -> None:
+    if compare and decoding.drafters == ("none",):
+        raise SpecJAXError(
+            "--compare compares a drafter with plain decoding; --drafter=none is plain decoding"
+        )
+    if not resume:
+        return
+    if output is None:
+        raise SpecJAXError("--resume continues an --output, but none is given")
+    if compare:
+        raise SpecJAXError("--resume skips prompts, so --compare cannot compare all of them")
+    if decoding.processes.num_processes is not None:
+        raise SpecJAXError("--resume works in one process, not in several")
+
+
+def _by_prompt(prompts: Prompts) -> list[dict[str, Any]]:
+    """Returns the sampling options of each prompt."""
+    rows = []
+    for i in range(len(prompts.prompts)):
+        rows.append({name: values[i] for name, values in prompts.options.items()})
+    return rows
 
 
 def _encode(target: Model, prompts: Prompts) -> list[tuple[int, ...]]:
@@ -205,8 +293,8 @@ class _Printer:
     are printed as well.
     """
 
-    def __init__(self, console: Console, prompts: list[Prompt], writer: outputs.CompletionWriter):
-        self._console, self._prompts, self._writer = console, prompts, writer
+    def __init__(self, console: Console, prompts: list[Prompt], write: OnCompletion):
+        self._console, self._prompts, self._write = console, prompts, write
         self._waiting: dict[int, Completion] = {}
         self._next = 0
 
@@ -221,7 +309,7 @@ class _Printer:
 
     def on_completion(self, index: int, completion: Completion) -> None:
         """Callback for `specjax.generate`."""
-        self._writer.write(index, completion)
+        self._write(index, completion)
         self._waiting[index] = completion
         while self._next in self._waiting:
             self._print(self._next)

@@ -51,7 +51,10 @@ from specjax.errors import SpecJAXError
 from specjax.sampling import Logprobs
 from specjax.tokenizer import Tokenizer
 
-CHUNK_SIZES = (16, 64, 256)
+CHUNK_SIZES = (16, 32, 64, 128, 256)
+# A pass over the weights costs a CPU as much as so many tokens; a GPU reads 256 tokens meanwhile.
+CPU_CHUNK_OVERHEAD, GPU_CHUNK_OVERHEAD = 16, 256
+OFFLINE_PREFILL_BUDGET = 4096  # tokens that are read before rounds run, where nobody waits for them
 SECONDS_PER_CALL = 0.05  # what streams accept as delay
 MAX_COMPLETIONS = 2**20  # of a request
 
@@ -223,13 +226,15 @@ class Engine:
             pool = PagePool(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
             replicas.append(schedule.Replica(self.num_rows, pool))
         # A chunk of one prompt keeps a CPU busy.
+        is_live = seconds_per_call <= SECONDS_PER_CALL
         chunk_rows = 1 if budget.is_cpu() else min(4, self.num_rows)
         self._scheduler = Scheduler(
             replicas,
             num_drafts=self.config.num_tokens,
             chunk_sizes=chunk_sizes,
+            chunk_overhead=CPU_CHUNK_OVERHEAD if budget.is_cpu() else GPU_CHUNK_OVERHEAD,
             chunk_rows=chunk_rows,
-            prefill_budget=chunk_sizes[-1] * chunk_rows,
+            prefill_budget=chunk_sizes[-1] * chunk_rows if is_live else OFFLINE_PREFILL_BUDGET,
         )
         self._runner = Runner(
             params,

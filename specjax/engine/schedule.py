@@ -134,6 +134,7 @@ class Scheduler:
         *,
         num_drafts: int,
         chunk_sizes: tuple[int, ...],
+        chunk_overhead: int = 0,
         chunk_rows: int = 1,
         prefill_budget: int = 256,
     ):
@@ -143,6 +144,7 @@ class Scheduler:
           replicas: with empty pools of pages.
           num_drafts: M, drafts of a round.
           chunk_sizes: the sizes that chunks of a prompt may have, in rising order.
+          chunk_overhead: what a chunk costs, whatever its size, in the cost of a token.
           chunk_rows: chunks of a replica in a call of `prefill`.
           prefill_budget: tokens of prompts that a replica reads before rounds run again.
         """
@@ -150,7 +152,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._num_drafts = num_drafts
-        self._chunk_sizes = chunk_sizes
+        self._first_chunks = first_chunks(chunk_sizes, chunk_overhead)
         self._chunk_rows = chunk_rows
         self._prefill_budget = prefill_budget
 
@@ -333,13 +335,17 @@ class Scheduler:
 
     def _next_chunk(self, sequence: Sequence) -> Chunk:
         start = sequence.num_read
-        most = self._chunk_sizes[-1]
-        count = min(sequence.num_to_read, min(most, SCORED_CHUNK) if sequence.is_scored else most)
+        count = min(sequence.num_to_read, self._first_chunk(sequence.num_to_read))
+        if sequence.is_scored:
+            count = min(count, SCORED_CHUNK)
         sequence.num_read = sequence.num_complete = start + count
         if not sequence.num_to_read:
             pool = self.replicas[sequence.replica].pool
             pool.insert(sequence.token_ids[: sequence.num_read], sequence.pages, sequence.salt)
         return Chunk(sequence, start, count)
+
+    def _first_chunk(self, num_tokens: int) -> int:
+        return self._first_chunks[min(num_tokens, len(self._first_chunks) - 1)]
 
     def _ready(self, replica: Replica) -> list[Sequence]:
         """Returns the rows of a replica that decode, but those that calls in flight surely end."""
@@ -366,6 +372,25 @@ class Scheduler:
         sequence.token_ids += new_ids
         sequence.num_read = sequence.length - 1
         sequence.num_complete = num_complete
+
+
+def first_chunks(chunk_sizes: tuple[int, ...], overhead: int) -> list[int]:
+    """Returns how large the first chunk should be for each number of tokens.
+
+    A chunk costs its size, which the tokens need not fill, and the overhead. The last entry stands
+    for all larger numbers.
+    """
+    largest = chunk_sizes[-1]
+    costs, firsts = [0], [0]
+    for num_tokens in range(1, largest + 1):
+        choices = []
+        for size in chunk_sizes:
+            cost = size + overhead + costs[max(0, num_tokens - size)]
+            choices.append((cost, -size))
+        cost, negative_size = min(choices)
+        costs.append(cost)
+        firsts.append(-negative_size)
+    return firsts
 
 
 def _order(sequence: Sequence) -> int:
