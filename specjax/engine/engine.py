@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax import decode, parallel
 from specjax.decode import DecodeConfig
@@ -56,6 +57,8 @@ CHUNK_SIZES = (16, 32, 64, 128, 256)
 CPU_CHUNK_OVERHEAD, GPU_CHUNK_OVERHEAD = 16, 256
 OFFLINE_PREFILL_BUDGET = 4096  # tokens that are read before rounds run, where nobody waits for them
 SECONDS_PER_CALL = 0.05  # what streams accept as delay
+# on_end(request id, prompt and output, numbers of the pages that hold them)
+OnEnd = Callable[[str, list[int], np.ndarray], None]
 MAX_COMPLETIONS = 2**20  # of a request
 
 
@@ -178,6 +181,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         seconds_per_call: float = SECONDS_PER_CALL,
         chunk_sizes: tuple[int, ...] = CHUNK_SIZES,
+        on_end: OnEnd | None = None,
     ):
         """Makes an engine, with its pools of pages.
 
@@ -197,6 +201,7 @@ class Engine:
           enable_prefix_caching: whether requests with the same beginning share its pages.
           seconds_per_call: how long a call of the loop may run, roughly. Streams wait so long.
           chunk_sizes: sizes of the chunks in which prompts are read, in rising order.
+          on_end: called when a completion ends, before its pages may be used again.
 
         Raises:
           SpecJAXError: for an option out of range, or memory that does not hold one request.
@@ -245,6 +250,7 @@ class Engine:
             chunk_sizes=chunk_sizes,
             chunk_rows=chunk_rows,
         )
+        self._on_end = on_end
         self._seconds_per_call = seconds_per_call
         self._seconds_per_round: float | None = None
         self._requests: dict[str, _Request] = {}
@@ -359,6 +365,11 @@ class Engine:
         for completion in request.completions:
             if completion.finish_reason is None:
                 self._finish(completion, "abort")
+
+    @property
+    def drafter_state(self) -> Any:
+        """The drafter's state, on the devices: for `on_end` to read pools of its own."""
+        return self._runner.drafter_state
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all prefixes; does nothing and returns False while a request runs."""
@@ -554,6 +565,11 @@ class Engine:
     ) -> None:
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         completion.text.finish()
+        sequence = completion.sequence
+        if self._on_end and sequence.pages:
+            # Pages of the whole mesh: those of a replica follow those of the one before.
+            pages = np.array(sequence.pages) + sequence.replica * self.num_pages
+            self._on_end(completion.request.request_id, sequence.token_ids, pages)
         self._scheduler.end(completion.sequence)
         self._count(completion)
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from specjax import parallel
-from specjax.decode import DecodeState
 from specjax.drafters import registry
 from specjax.drafters.base import Drafter
 from specjax.engine import batch
@@ -311,18 +309,3 @@ def unusable_logits(name: str, position: int) -> SpecJAXError:
         f"{name}: the target's logits at position {position} are NaN or all -inf; its weights are "
         "damaged, or too large for the dtype"
     )
-
-
-def check_logits(state: DecodeState, names: Sequence[str]) -> None:
-    """Checks that no row ended because the target's logits were NaN, or all -inf.
-
-    Args:
-      state: after the loop.
-      names: what errors call the first rows.
-
-    Raises:
-      SpecJAXError: naming the row and the position.
-    """
-    failed_B, length_B = parallel.get((state.failed_B, state.length_B))
-    for b in np.flatnonzero(failed_B[: len(names)]):
-        raise unusable_logits(names[b], length_B[b])

@@ -136,6 +136,11 @@ class Runner:
             *params, config, num_rows, max_model_len, num_pages, batch.MAX_STOP_IDS
         )
 
+    @property
+    def drafter_state(self) -> Any:
+        """The drafter's state, on the devices."""
+        return self._state.drafter
+
     # --- Calls ------------------------------------------------------------------------------------
 
     def admit(self, sequences: list[Row]) -> None:

@@ -1,4 +1,4 @@
-"""Training data from the target itself: its own continuations of prompts, by the decode loop.
+"""Training data from the target itself: its own continuations of prompts, by an engine.
 
 A drafter has to predict what the target writes, not what people write. The target's residual
 streams, which an EAGLE head is trained on, are recorded on the way, by a drafter that proposes
@@ -18,18 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specjax import decode, parallel
-from specjax.decode import DecodeConfig
+from specjax import kv_cache, parallel
 from specjax.drafters.base import Draft, Drafter
-from specjax.engine import batch as batch_lib
-from specjax.engine.generate import check_logits
+from specjax.engine.engine import Engine
+from specjax.engine.generate import unusable_logits
 from specjax.engine.load import Model
-from specjax.engine.request import SamplingOptions
+from specjax.engine.request import SamplingParams
 from specjax.errors import SpecJAXError
 from specjax.train import data, identity
 from specjax.train.data import Rows
 
-PREFILL_CHUNK = 64
+SECONDS_PER_CALL = 0.5  # roughly: Python handles Ctrl-C only between calls
 
 
 @struct.dataclass
@@ -37,13 +36,11 @@ class RecorderState:
     """State of a `Recorder`.
 
     Attributes:
-      length_B: int32, number of committed tokens.
-      aux_hidden_BSD: for each of its `aux_layers` the residual stream of all tokens but the last,
-        float16.
+      hidden_PZD: for each of its `aux_layers` a pool of the residual streams of all tokens but the
+        last, float16.
     """
 
-    length_B: jax.Array
-    aux_hidden_BSD: tuple[jax.Array, ...]
+    hidden_PZD: tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,36 +50,34 @@ class Recorder(Drafter):
     aux_layers: tuple[int, ...]
 
     def init(self, params, context):
-        shape = (*context.tokens_BS.shape, context.target_config.hidden_size)
-        empty = tuple(jnp.zeros(shape, data.HIDDEN_DTYPE) for _ in self.aux_layers)
-        return RecorderState(jnp.copy(context.length_B), empty)
+        width = context.target_config.hidden_size
+        shape = (context.num_pages, context.runtime.page_size, width)
+        return RecorderState(tuple(jnp.zeros(shape, data.HIDDEN_DTYPE) for _ in self.aux_layers))
+
+    def begin(self, state, is_new_B, start_B):
+        return state
 
     def prefill(self, params, state, context, chunk):
-        row_B1, index_T = (
-            jnp.arange(len(chunk.start_B))[:, None],
-            jnp.arange(chunk.tokens_BT.shape[1]),
-        )
-        position_BT = chunk.start_B[:, None] + index_T
-        is_real_BT = index_T < chunk.count_B[:, None]
-        position_BT = jnp.where(is_real_BT, position_BT, context.tokens_BS.shape[1])
-        updated = []
-        for old, new in zip(state.aux_hidden_BSD, chunk.aux_hidden_BTD, strict=True):
-            updated.append(old.at[row_B1, position_BT].set(_narrow(new), mode="drop"))
-        return state.replace(aux_hidden_BSD=tuple(updated))
+        return self._write(state, context, chunk.start_B, chunk.aux_hidden_BTD)
 
     def propose(self, params, state, context, sample):
         none_B = jnp.zeros_like(context.length_B)
         return Draft(none_B[:, None], count_B=none_B), state
 
     def update(self, params, state, context, verified, aux_hidden_BTD):
-        length_B = state.length_B
-        row_B = jnp.arange(len(length_B))
-        is_new_B = context.length_B > length_B
-        position_B = jnp.where(is_new_B, length_B - 1, context.tokens_BS.shape[1])
+        # A round without drafts emits one token, behind the one that the target has read.
+        read = tuple(hidden_BTD[:, :1] for hidden_BTD in aux_hidden_BTD)
+        return self._write(state, context, context.length_B - 2, read)
+
+    def _write(self, state, context, start_B, aux_hidden_BTD):
+        positions_BT = start_B[:, None] + jnp.arange(aux_hidden_BTD[0].shape[1])
+        page_BT, offset_BT = kv_cache.locate(
+            context.block_table_BX, positions_BT, context.runtime.page_size, context.num_pages
+        )
         updated = []
-        for old, new in zip(state.aux_hidden_BSD, aux_hidden_BTD, strict=True):
-            updated.append(old.at[row_B, position_B].set(_narrow(new[:, 0]), mode="drop"))
-        return RecorderState(context.length_B, tuple(updated))
+        for pool, new in zip(state.hidden_PZD, aux_hidden_BTD, strict=True):
+            updated.append(kv_cache.write(pool, page_BT, offset_BT, _narrow(new)))
+        return RecorderState(tuple(updated))
 
 
 def _narrow(hidden):
@@ -148,16 +143,22 @@ def self_generate(
     rng = np.random.default_rng(config.seed)
     temperatures = np.resize(np.asarray(config.temperatures, np.float32), len(prompts))
     temperatures = rng.permutation(temperatures)
-    batches = _batches(prompts, config.batch_size, rng)
-    paths = []
-    for number, chosen in enumerate(batches):
-        path = output / f"rows-{number:05}.safetensors"
-        if not path.exists():
-            rows = _continue(target, prompts, domains, temperatures, chosen, config)
-            data.write_shard(path, rows)
-        paths.append(path)
+    shards = _batches(prompts, config.batch_size, rng)
+    paths = [output / f"rows-{number:05}.safetensors" for number in range(len(shards))]
+    missing = [number for number, path in enumerate(paths) if not path.exists()]
+    num_finished = len(paths) - len(missing)
+    for done in range(1, num_finished + 1):
         if on_shard:
-            on_shard(len(paths), len(batches))
+            on_shard(done, len(paths))
+    if not missing:
+        return paths
+    writer = _Writer(target, prompts, domains, temperatures, config)
+    for number in missing:
+        writer.submit(shards[number])
+    for done, number in enumerate(missing, num_finished + 1):
+        data.write_shard(paths[number], writer.rows(shards[number]))
+        if on_shard:
+            on_shard(done, len(paths))
     return paths
 
 
@@ -193,39 +194,88 @@ def _batches(prompts, batch_size: int, rng: np.random.Generator) -> list[list[in
     return batches
 
 
-def _continue(
-    target: Model, prompts, domains, temperatures, chosen: list[int], config: GenerateConfig
-) -> Rows:
-    """Returns the continuations of the prompts with the numbers `chosen`."""
-    S = config.max_seq_len
-    # Prompts have the seeds that `specjax.generate` gives to all prompts in one call.
-    sampling = SamplingOptions(
-        temperature=temperatures[chosen], seed=[config.seed + i for i in chosen]
-    )
-    batch = batch_lib.arrays(
-        [prompts[i] for i in chosen],
-        max_length=S,
-        eos_ids=config.eos_ids,
-        sampling=sampling,
-        max_seq_len=S,
-        num_rows=config.batch_size,  # the last batch too, so that all have one shape
-    )
-    drafter = Recorder(num_tokens=1, aux_layers=config.aux_layers)
-    runtime = target.runtime(config.page_size)
-    decode_config = DecodeConfig(target.config, drafter, runtime=runtime)
-    arrays = parallel.put(batch, target.mesh)
-    state = decode.init_jit(target.params, None, decode_config, *arrays, PREFILL_CHUNK)
-    state = decode.generate_jit(target.params, None, decode_config, state)
-    found = parallel.get((state.tokens_BS, state.length_B, state.drafter))
-    num_rows = len(chosen)
-    check_logits(state, [f"prompt {i}" for i in chosen])
-    tokens_BS, length_B, recorded = jax.tree.map(lambda x: x[:num_rows], found)
-    is_text_BS = np.arange(S) < length_B[:, None]
-    return Rows(
-        tokens_BS=np.where(is_text_BS, tokens_BS, 0),
-        length_B=length_B,
-        start_B=batch.request.prompt_length_B[:num_rows],
-        temperature_B=temperatures[chosen],
-        domains=[domains[i] for i in chosen],
-        aux_hidden=dict(zip(config.aux_layers, recorded.aux_hidden_BSD, strict=True)),
-    )
+class _Writer:
+    """Continues prompts with an engine, and returns the rows of a shard when they are finished.
+
+    Prompts of the next shard take the rows of those that have ended.
+    """
+
+    def __init__(self, target: Model, prompts, domains, temperatures, config: GenerateConfig):
+        self._prompts, self._domains, self._temperatures = prompts, domains, temperatures
+        self._config, self._mesh = config, target.mesh
+        num_rows = config.batch_size // parallel.dp_size(target.mesh)
+        recorder = Recorder(num_tokens=1, aux_layers=config.aux_layers)
+        self._row_pages = kv_cache.pages_for(config.max_seq_len + 1, config.page_size)
+        self._engine = Engine(
+            target,
+            recorder,
+            page_size=config.page_size,
+            max_model_len=config.max_seq_len,
+            max_num_seqs=config.batch_size,
+            num_pages=num_rows * self._row_pages,
+            enable_prefix_caching=False,
+            seconds_per_call=SECONDS_PER_CALL,
+            on_end=self._record,
+        )
+        self._tokens: dict[int, list[int]] = {}
+        self._hidden: dict[int, tuple[np.ndarray, ...]] = {}
+
+    def submit(self, shard: list[int]) -> None:
+        """Asks for the continuations of the prompts with these numbers."""
+        for number in shard:
+            prompt = self._prompts[number]
+            params = SamplingParams.unchecked(
+                temperature=float(self._temperatures[number]),
+                # The seeds that `specjax.generate` gives to all prompts in one call.
+                seed=self._config.seed + number,
+                max_tokens=self._config.max_seq_len - len(prompt),
+                ignore_eos=True,
+                stop_token_ids=self._config.eos_ids,
+                detokenize=False,
+            )
+            self._engine.submit(prompt, params, request_id=str(number))
+
+    def _record(self, request_id: str, token_ids: list[int], pages: np.ndarray) -> None:
+        """Keeps what the engine has of a request that ends."""
+        number = int(request_id)
+        self._tokens[number] = token_ids
+        pools = self._engine.drafter_state.hidden_PZD
+        all_pages = np.resize(pages, self._row_pages)  # of one size, for one program
+        recorded = parallel.get(_pages_of(pools, all_pages))
+        self._hidden[number] = tuple(x.reshape(-1, x.shape[-1]) for x in recorded)
+
+    def rows(self, shard: list[int]) -> Rows:
+        """Waits for the continuations of these prompts, and returns them.
+
+        Raises:
+          SpecJAXError: if the target's logits are NaN.
+        """
+        S = self._config.max_seq_len
+        while not self._tokens.keys() >= set(shard):
+            for output in self._engine.step():
+                if output.outputs[0].finish_reason == "error":
+                    position = len(self._tokens[int(output.request_id)])
+                    raise unusable_logits(f"prompt {output.request_id}", position)
+        tokens_BS = np.zeros((len(shard), S), np.int32)
+        shape = (len(shard), S, self._hidden[shard[0]][0].shape[-1])
+        hidden_BSD = [np.zeros(shape, data.HIDDEN_DTYPE) for _ in self._config.aux_layers]
+        length_B = np.zeros(len(shard), np.int32)
+        for b, number in enumerate(shard):
+            ids, recorded = self._tokens.pop(number), self._hidden.pop(number)
+            length_B[b] = len(ids)
+            tokens_BS[b, : len(ids)] = ids
+            for table_BSD, hidden_SD in zip(hidden_BSD, recorded, strict=True):
+                table_BSD[b, : len(ids) - 1] = hidden_SD[: len(ids) - 1]
+        return Rows(
+            tokens_BS=tokens_BS,
+            length_B=length_B,
+            start_B=np.array([len(self._prompts[number]) for number in shard], np.int32),
+            temperature_B=self._temperatures[shard],
+            domains=[self._domains[number] for number in shard],
+            aux_hidden=dict(zip(self._config.aux_layers, hidden_BSD, strict=True)),
+        )
+
+
+@jax.jit
+def _pages_of(pools: tuple[jax.Array, ...], pages: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(pool[pages] for pool in pools)
