@@ -402,7 +402,8 @@ class Engine:
         """Compiles what requests may need, so that nothing is compiled later.
 
         Log-probabilities are not among it: their programs are compiled when they are first asked
-        for.
+        for. Where attention runs through XLA on a GPU, programs for longer rows are compiled when a
+        row first has so many pages.
 
         Args:
           processors: also for requests with penalties, biases or forbidden tokens.

@@ -20,6 +20,7 @@ from specjax.engine.programs import Admission, Pages, Report
 from specjax.engine.request import SamplingParams
 from specjax.engine.schedule import Chunk, Plan
 from specjax.engine.schedule import Sequence as Row
+from specjax.kernels import dispatch
 from specjax.processors import ProcessorArrays
 from specjax.sampling import Logprobs
 
@@ -128,6 +129,10 @@ class Runner:
         self._chunk_sizes, self._chunk_rows = chunk_sizes, chunk_rows
         num_positions = max_model_len + config.num_tokens
         self._table_width = kv_cache.pages_for(num_positions, config.runtime.page_size)
+        # Attention through XLA on a GPU gathers all pages of the tables: they are cut to the power
+        # of two that the longest row of a call needs. Each width is another program.
+        is_xla = config.runtime.implementation == "xla" or dispatch.missing_gpu() is not None
+        self._cuts_tables = is_xla and jax.default_backend() != "cpu"
         self._buckets = row_buckets(num_rows)
         self._compiled: set[Variant] = set()
         self._processors: ProcessorArrays | None = None  # of all rows, once a sequence has any
@@ -349,7 +354,11 @@ class Runner:
 
     def _pages(self, sequences: Sequence[Row], slots: list[int], num_slots: int) -> Pages:
         num_rows = num_slots * self._num_replicas
-        table_BX = np.full((num_rows, self._table_width), self._num_pages, np.int32)
+        width = self._table_width
+        if self._cuts_tables:
+            most = max((len(sequence.pages) for sequence in sequences), default=1)
+            width = min(width, 2 ** (most - 1).bit_length())
+        table_BX = np.full((num_rows, width), self._num_pages, np.int32)
         capacity_B = np.zeros(num_rows, np.int32)
         for slot, sequence in zip(slots, sequences, strict=True):
             table_BX[slot, : len(sequence.pages)] = sequence.pages
