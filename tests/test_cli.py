@@ -156,6 +156,39 @@ class TestGenerate:
             assert [r["drafted"] for r in row["rounds"]] == list(completion.drafted)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["completions.jsonl", "prompts.jsonl"]
 
+    def test_penalties_and_stop_strings(self, command, folder, target, tmp_path):
+        """Penalties may differ between the lines of a file."""
+        row = {"prompt": "hello", "frequency_penalty": 1.5}
+        prompts = write_prompts(tmp_path / "prompts.jsonl", row)
+        output = tmp_path / "out.jsonl"
+        outcome = command(
+            "generate",
+            f"--target={folder}",
+            f"--prompts_file={prompts}",
+            f"--output={output}",
+            "--prompt=hello",
+            "--repetition_penalty=3",
+            "--min_tokens=2",
+            "--stop=never there",
+            "--stop=e",
+            "--max_new_tokens=20",
+        )
+        assert (outcome.code, outcome.err) == (0, "")
+        expected = specjax.generate(
+            target,
+            "ngram",
+            ["hello", "hello"],
+            frequency_penalty=[1.5, 0.0],
+            repetition_penalty=3.0,
+            min_tokens=2,
+            stop=["never there", "e"],
+            max_new_tokens=20,
+        ).completions
+        rows = read_lines(output)
+        assert [tuple(row["tokens"]) for row in rows] == [c.tokens for c in expected]
+        assert [row["text"] for row in rows] == [c.text for c in expected]
+        assert rows[1]["options"]["stop"] == ["never there", "e"]
+
     def test_a_prompts_file_with_a_byte_order_mark(self, command, folder, tmp_path):
         (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + b'"hello"\n')
         outcome = command(

@@ -627,6 +627,24 @@ class TestNumSpeculativeTokens:
         assert cut.completions == expected.completions
 
 
+def test_penalties_and_stop_strings(target):
+    """They change the text as they do in an engine."""
+    options = dict(prompts=PROMPTS[:1], max_new_tokens=24)
+    (free,) = specjax.generate(target, "ngram", **options).completions
+    (penalised,) = specjax.generate(
+        target, "ngram", repetition_penalty=[50.0], **options
+    ).completions
+    assert len(set(penalised.tokens)) > len(set(free.tokens))
+    stop = free.text[len(free.text) // 2 :][:2]
+    (stopped,) = specjax.generate(target, "ngram", stop=["never", stop], **options).completions
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.finish_reason == "stop" and len(stopped.tokens) < len(free.tokens)
+    assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+    assert sum(stopped.emitted) == len(stopped.tokens)
+    with pytest.raises(SpecJAXError, match="prompt 0: min_tokens must be at most the 24 tokens"):
+        specjax.generate(target, "ngram", min_tokens=25, **options)
+
+
 class TestDuplicateBos:
     """Texts that begin with the BOS token, with a tokenizer that adds one."""
 

@@ -70,6 +70,24 @@ def define_flags() -> None:
         "min_p", 0.0, "Sample from tokens with at least this share of the largest probability."
     )
     flags.DEFINE_integer("seed", 0, "Seed of every prompt; the same seed gives the same text.")
+    flags.DEFINE_integer(
+        "min_tokens", 0, "No end-of-sequence token is generated before so many tokens."
+    )
+    flags.DEFINE_float(
+        "presence_penalty", 0.0, "Subtracted from the logits of tokens that are in the output."
+    )
+    flags.DEFINE_float(
+        "frequency_penalty",
+        0.0,
+        "Subtracted from the logits of tokens once for each time that they are in the output.",
+    )
+    flags.DEFINE_float(
+        "repetition_penalty",
+        1.0,
+        "Makes tokens of prompt and output less likely, if above 1: their logits are divided by it "
+        "if positive, else multiplied.",
+    )
+    flags.DEFINE_multi_string("stop", [], "A text that ends a completion; may be repeated.")
     flags.DEFINE_bool("ignore_eos", False, "Continue after end-of-sequence tokens.")
     flags.DEFINE_bool("compare", False, "Also decode without speculation, and report both.")
     common_flags.define_path(
@@ -102,6 +120,7 @@ def main(argv: list[str]) -> int:
         common_flags.decoding(),
         prompts,
         ignore_eos=FLAGS.ignore_eos,
+        stop=tuple(FLAGS.stop),
         compare=FLAGS.compare,
         output=FLAGS.output,
         resume=FLAGS.resume,
@@ -156,6 +175,7 @@ def run(
     prompts: Prompts,
     *,
     ignore_eos: bool,
+    stop: tuple[str, ...],
     compare: bool,
     output: str | None,
     resume: bool,
@@ -167,6 +187,7 @@ def run(
       decoding: how models are loaded and run.
       prompts: the prompts to complete.
       ignore_eos: continues after end-of-sequence tokens.
+      stop: texts that end a completion.
       compare: also decodes without speculation, and reports both.
       output: JSONL file to write.
       resume: continues an earlier run whose file is there.
@@ -179,16 +200,17 @@ def run(
     _check_options(decoding, compare, output, resume)
     processes.join(decoding.processes)
     outputs.check_output(output, resume=resume)
-    if ignore_eos:
-        prompts.options["ignore_eos"] = [True] * len(prompts.prompts)
+    for name, value in (("ignore_eos", ignore_eos), ("stop", stop)):
+        if value:
+            prompts.options[name] = [value] * len(prompts.prompts)
     writer = outputs.CompletionWriter(output, prompts.prompts, _by_prompt(prompts), resume=resume)
     left = [i for i in range(len(prompts.prompts)) if i not in writer.finished]
     if not left:
         print(f"All {len(prompts.prompts)} prompts are finished: see {output}.")
         return 0
     part = prompts.part(left)
-    options = {name: values for name, values in part.options.items() if name != "ignore_eos"}
-    options |= {"max_num_seqs": max_num_seqs}
+    options = {name: part.options[name] for name in jsonl.ROW_OPTIONS}
+    options |= {"max_num_seqs": max_num_seqs, "stop": stop}
     if ignore_eos:
         options["eos_ids"] = ()
     setup, speculations = models.load_models(decoding)

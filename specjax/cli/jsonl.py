@@ -11,7 +11,18 @@ from specjax.engine.request import Prompt
 from specjax.errors import SpecJAXError
 
 DEMO_PROMPTS = importlib.resources.files("specjax") / "data" / "demo_prompts.jsonl"
-ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+ROW_OPTIONS = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 HEADLINE_LENGTH = 100
 
 

@@ -242,20 +242,25 @@ def per_prompt(name: str, value: Any, batch_size: int) -> np.ndarray:
 
 
 def sampling_params(
-    eos_sets: Sequence[Sequence[int]], *, max_tokens: Sequence[int], **options: Any
+    eos_sets: Sequence[Sequence[int]],
+    *,
+    max_tokens: Sequence[int],
+    stop: str | Sequence[str] = (),
+    **options: Any,
 ) -> list[SamplingParams]:
     """Returns the parameters of each prompt, from options with one value for all or one per prompt.
 
     Args:
       eos_sets: ids that end each completion.
       max_tokens: of each prompt.
-      **options: temperature, top_k, top_p, min_p and seed.
+      stop: texts that end a completion, the same for all prompts.
+      **options: others of `RANGES`.
 
     Raises:
-      SpecJAXError: see `per_prompt`.
+      SpecJAXError: see `per_prompt`; also for stop strings that are none.
     """
     columns = {name: per_prompt(name, x, len(eos_sets)).tolist() for name, x in options.items()}
-    params = []
+    params, stop = [], SamplingParams(stop=stop).stop  # checks them
     for b, eos_ids in enumerate(eos_sets):
         values = {name: column[b] for name, column in columns.items()}
         params.append(
@@ -263,7 +268,8 @@ def sampling_params(
                 max_tokens=int(max_tokens[b]),
                 ignore_eos=True,
                 stop_token_ids=tuple(eos_ids),
-                detokenize=False,
+                stop=stop,
+                detokenize=bool(stop),
                 **values,
             )
         )

@@ -62,6 +62,11 @@ def generate(
     top_p: float | Sequence[float] = 1.0,
     min_p: float | Sequence[float] = 0.0,
     seed: int | Sequence[int] = 0,
+    min_tokens: int | Sequence[int] = 0,
+    presence_penalty: float | Sequence[float] = 0.0,
+    frequency_penalty: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    stop: str | Sequence[str] = (),
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     page_size: int = 64,
     implementation: str | None = None,
@@ -92,10 +97,12 @@ def generate(
       drafter_params: parameters of a `Drafter`.
       verify: "rejection" or "coupled", see `specjax.verify`.
       max_new_tokens: at least 1. The model's context may end a completion earlier.
-      temperature, top_k, top_p, min_p, seed: see `request.SamplingOptions`. These, `max_new_tokens`
-        and `eos_ids` have one value for all prompts or one per prompt. In float32 the same prompt
-        with the same seed gives the same text, alone or in any batch. Nothing is compiled for what
-        is off for all prompts, or for new values, unless a budget cuts K.
+      temperature, top_k, top_p, min_p, seed, min_tokens, presence_penalty, frequency_penalty,
+        repetition_penalty: see `request.SamplingOptions`. These, `max_new_tokens` and `eos_ids`
+        have one value for all prompts or one per prompt. In float32 the same prompt with the same
+        seed gives the same text, alone or in any batch. Nothing is compiled for what is off for all
+        prompts, or for new values, unless a budget cuts K.
+      stop: texts that end a completion, for all prompts; its text ends before them.
       eos_ids: ids that end a completion, one set for all prompts or one per prompt; by default
         `target.eos_ids`.
       page_size: positions per page of the key/value caches.
@@ -124,6 +131,11 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         seed=seed,
+        min_tokens=min_tokens,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
     )
 
     if isinstance(drafter, str):
@@ -239,12 +251,11 @@ def _run(
 ) -> Generation:
     """Returns the completions of the prompts, and times."""
     for index, (ids, each) in enumerate(zip(prompt_ids, params, strict=True)):
-        engine.submit(
-            ids,
-            each,
-            request_id=str(index),
-            on_output=functools.partial(progress.on_output, index),
-        )
+        on_output = functools.partial(progress.on_output, index)
+        try:
+            engine.submit(ids, each, request_id=str(index), on_output=on_output)
+        except SpecJAXError as error:
+            raise SpecJAXError(f"prompt {index}: {error}") from error
     while engine.has_unfinished:
         engine.step()
     completions = [progress.completions[index] for index in range(len(prompt_ids))]
@@ -290,7 +301,8 @@ class _Progress:
         (result,) = output.outputs
         text = None
         if output.finished and self._tokenizer is not None:
-            text = self._tokenizer.decode(result.token_ids)
+            is_cut = isinstance(result.stop_reason, str)  # at a stop string
+            text = result.text if is_cut else self._tokenizer.decode(result.token_ids)
         return Completion(
             prompt_tokens=output.prompt_token_ids,
             tokens=result.token_ids,

@@ -81,8 +81,8 @@ class Completion:
       tokens: generated ids, including the end-of-sequence token that ended them.
       text: text of the generated ids without special tokens and without an incomplete character at
         the end; None if the model has no tokenizer.
-      finish_reason: "stop" (an end-of-sequence token) or "length" (`max_new_tokens`, or the context
-        of the model is full).
+      finish_reason: "stop" (an end-of-sequence token or a stop string) or "length"
+        (`max_new_tokens`, or the context of the model is full).
       drafted: number of drafts that the target verified, per round.
       accepted: number of accepted drafts that were emitted, per round.
       emitted: number of emitted tokens, per round; their sum is `len(tokens)`.
