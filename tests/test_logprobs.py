@@ -1,6 +1,7 @@
 """Log-probabilities of outputs and prompts: those of a full forward pass and of transformers, of
 accepted drafts too, whatever changes the logits before sampling."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -263,13 +264,14 @@ def test_prompts(name):
     arguments = prepare(TARGET, PROMPTS, **options)
     check_prompts(arguments, TARGET, PROMPTS, 4)
     # From empty caches.
-    *head, state = arguments
+    params, drafter_params, config, state = arguments
     zeros = jax.tree.map(jnp.zeros_like, (state.cache, state.drafter))
     state = state.replace(cache=zeros[0], drafter=zeros[1])
     start_B, count_B = np.zeros(B, np.int32), np.array([len(p) - 1 for p in PROMPTS], np.int32)
     count_B = np.minimum(count_B, 5)
-    _, scored = SCORE(*head, state, start_B, count_B, 5)
-    read = PREFILL(*head, state, count_B > 0, start_B, count_B, 5)
+    _, scored = SCORE(params, drafter_params, config, state, start_B, count_B, 5)
+    config = dataclasses.replace(config, logprobs=None)
+    read = PREFILL(params, drafter_params, config, state, count_B > 0, start_B, count_B, 5)
     assert any(x.any() for x in jax.tree.leaves(read.cache))
     jax.tree.map(np.testing.assert_array_equal, scored, read)
 
