@@ -64,8 +64,8 @@ class DecodeConfig:
         the output, see `DecodeState`; None for no log-probabilities at all.
 
     Raises:
-      SpecJAXError: for an unknown verification method, a drafter that proposes nothing, or a mesh
-        that the target cannot be split over.
+      SpecJAXError: for an unknown verification method, a drafter that proposes nothing, a mesh that
+        the target cannot be split over, or an invalid number of log-probabilities.
     """
 
     target: LlamaConfig
@@ -81,6 +81,12 @@ class DecodeConfig:
             raise SpecJAXError(
                 f"a drafter must propose at least 1 token, got num_tokens={self.drafter.num_tokens}"
             )
+        if self.logprobs is not None:
+            is_integer = isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool)
+            if not is_integer or self.logprobs < 0:
+                raise SpecJAXError(
+                    f"logprobs must be None or an integer of at least 0, got {self.logprobs!r}"
+                )
         last = self.target.num_layers - 1
         for layer in self.aux_layers:
             if not 0 <= layer <= last:

@@ -142,9 +142,10 @@ class Logprobs:
 
     Attributes:
       token_BS: float32, log-probability of each token.
-      rank_BS: int32, how many tokens are at least as likely, the token included.
+      rank_BS: int32, how many tokens have at least its logit, the token included; 1 for the most
+        likely one, unless others tie with it (vLLM's rank).
       top_ids_BSJ: int32, the J most likely tokens; those that tie in the order of their ids.
-      top_BSJ: float32, their log-probabilities.
+      top_BSJ: float32, their log-probabilities; -inf where there are fewer than J valid tokens.
     """
 
     token_BS: jax.Array
@@ -194,29 +195,29 @@ def logprobs(
         implementation=runtime.implementation,
         **vocabulary(runtime, axes),
     )
-    token_logprob_BT = passes.log_probability(
-        distribution, token_BT, one_B, **vocabulary(runtime, axes)
-    )
-    offset_BT1 = (distribution.largest_BT + jnp.log(distribution.total_BT))[..., None]
     V = logits_BTV.shape[-1]
     first_token = jax.lax.axis_index(axes) * V if axes else 0
-    num_valid = runtime.num_valid_tokens
-    is_valid_V = jnp.arange(V) + first_token < (2**31 - 1 if num_valid is None else num_valid)
-    # As accurate as the token's own, so that the two are equal for the same token.
-    logprob_BTV = jnp.where(is_valid_V, finite(logits_BTV) - offset_BT1, -jnp.inf)
-    is_token_BTV = jnp.arange(V) + first_token == token_BT[..., None]
-    is_as_likely_BTV = (logprob_BTV >= token_logprob_BT[..., None]) | is_token_BTV
-    rank_BT = _sum(is_as_likely_BTV.astype(jnp.int32), axes)
-    top_BTJ, top_ids_BTJ = _most_likely(logprob_BTV, num_top, first_token, axes)
+    x_BTV = finite(logits_BTV)
+    if runtime.num_valid_tokens is not None:
+        is_valid_V = jnp.arange(V) + first_token < runtime.num_valid_tokens
+        x_BTV = jnp.where(is_valid_V, x_BTV, -jnp.inf)
+    # Logits are compared, since log-probabilities are rounded: others would tie, and some that tie
+    # would not.
+    token_x_BT = passes.logit(distribution, token_BT, **vocabulary(runtime, axes))
+    rank_BT = _sum((x_BTV >= token_x_BT[..., None]).astype(jnp.int32), axes)
+    top_x_BTJ, top_ids_BTJ = _largest(x_BTV, num_top, first_token, axes)
+    largest_BT, log_total_BT = distribution.largest_BT, jnp.log(distribution.total_BT)
+    token_logprob_BT = token_x_BT - largest_BT - log_total_BT
+    top_BTJ = top_x_BTJ - largest_BT[..., None] - log_total_BT[..., None]
     return Logprobs(token_logprob_BT, rank_BT, top_ids_BTJ, top_BTJ)
 
 
-def _most_likely(logprob_BTV, num_top: int, first_token, axes: tuple[str, ...]):
-    """Returns the J largest log-probabilities of each row, and their ids."""
-    B, T, V = logprob_BTV.shape
+def _largest(x_BTV, num_top: int, first_token, axes: tuple[str, ...]):
+    """Returns the J largest logits of each row and their ids; -inf and 0 beyond the vocabulary."""
+    B, T, V = x_BTV.shape
     if num_top == 0:
         return jnp.zeros((B, T, 0), jnp.float32), jnp.zeros((B, T, 0), jnp.int32)
-    top_BTJ, ids_BTJ = jax.lax.top_k(logprob_BTV, min(num_top, V))
+    top_BTJ, ids_BTJ = jax.lax.top_k(x_BTV, min(num_top, V))
     ids_BTJ += first_token
     if axes:
         # Shards come in the order of their ids, so that tokens that tie do, too.

@@ -1,5 +1,5 @@
-"""Changes of the target's logits, and the log-probabilities of its tokens: as a slow reference
-computes them, and with drafts the same as without."""
+"""Changes of the target's logits: as a slow reference computes them, and with drafts the same as
+without. Log-probabilities do not see them, see `test_logprobs.py`."""
 
 import dataclasses
 import functools
@@ -12,14 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from specjax import decode, parallel, processors
-from specjax import sampling as sampling_lib
-from specjax.config import Runtime
 from specjax.drafters import registry
 from specjax.engine import batch
 from specjax.engine.request import SamplingOptions
 from specjax.errors import SpecJAXError
 from specjax.processors import ProcessorArrays
 from support.distributions import chi_square_p, reference_distribution, reference_logits
+from support.logprobs import check_outputs
 from support.loop import prepare, run
 from support.models import full_logits, make_drafter, similar, tiny
 
@@ -165,31 +164,19 @@ def test_neutral_values_change_nothing_and_need_no_arrays():
 
 
 def test_a_shard_of_the_vocabulary_gets_its_part():
-    """Over four devices, to the bit; and the log-probabilities of whole rows."""
+    """Over four devices, to the bit."""
     mesh = parallel.make_mesh(4, 2)
     axes = parallel.model_axes(mesh, "target")
     arrays = with_neutral_values(processor_arrays(BLOCK_B, ALL))
     tree = dict(arrays=arrays, logits_BTV=block().logits_BTV)
-    runtime = Runtime(mesh=mesh, num_valid_tokens=BLOCK_V - 1)
 
     def shard(tree, *args):
-        logits_BTV = tree["logits_BTV"]
-        token_BT = args[0][:, : BLOCK_M + 1] % (BLOCK_V - 1)
-        found = sampling_lib.logprobs(runtime, logits_BTV, token_BT, 2, axes)
-        return processors.process(tree["arrays"], logits_BTV, *args, axes), found
+        return processors.process(tree["arrays"], tree["logits_BTV"], *args, axes)
 
-    whole = [PartitionSpec()] * 5
-    out = PartitionSpec(None, None, axes), PartitionSpec()
-    run_shards = parallel.on_mesh(shard, mesh, (parallel.specs(tree, "target"), *whole), out)
-    args = block().args()
-    processed_BTV, found = jax.jit(run_shards)(tree, *args[1:])
+    in_specs = (parallel.specs(tree, "target"), *[PartitionSpec()] * 5)
+    run_shards = parallel.on_mesh(shard, mesh, in_specs, PartitionSpec(None, None, axes))
+    processed_BTV = jax.jit(run_shards)(tree, *block().args()[1:])
     assert_equal_where_real(np.asarray(processed_BTV), expected_block(ALL))
-    expected_BTV = jax.nn.log_softmax(block().logits_BTV[..., :-1])
-    token_BT = block().tokens_BS[:, : BLOCK_M + 1] % (BLOCK_V - 1)
-    expected_BT = np.take_along_axis(expected_BTV, token_BT[..., None], axis=2)[..., 0]
-    np.testing.assert_allclose(found.token_BS, expected_BT, atol=1e-5)
-    np.testing.assert_allclose(found.top_BSJ, np.sort(expected_BTV)[..., :-3:-1], atol=1e-5)
-    np.testing.assert_array_equal(found.rank_BS, (expected_BTV >= expected_BT[..., None]).sum(-1))
 
 
 def test_infinite_logits_and_forbidden_nans():
@@ -354,31 +341,12 @@ def plain():
     return run(TARGET, PROMPTS, **TEXTS)
 
 
-def check_logprobs(got):
-    """Those of the target alone, at every token of the output; 0 everywhere else."""
-    logits_BSV = full_logits(TARGET, got.state.tokens_BS)
-    logprobs_BSV = np.asarray(jax.nn.log_softmax(logits_BSV))
-    state = got.state
-    for b, tokens in enumerate(got.emitted):
-        start, end = int(state.request.prompt_length_B[b]), int(state.length_B[b])
-        expected = logprobs_BSV[b, np.arange(start, end) - 1, tokens]
-        rows_SV = logprobs_BSV[b, np.arange(start, end) - 1]
-        found = jax.tree.map(lambda x, b=b: np.asarray(x[b]), state.logprobs)
-        np.testing.assert_allclose(found.token_BS[start:end], expected, atol=1e-5)
-        for i, row_V in enumerate(rows_SV):
-            top_ids = found.top_ids_BSJ[start + i]
-            np.testing.assert_allclose(found.top_BSJ[start + i], np.sort(row_V)[:-4:-1], atol=1e-5)
-            np.testing.assert_allclose(found.top_BSJ[start + i], row_V[top_ids], atol=1e-5)
-            assert found.rank_BS[start + i] == (row_V > expected[i] + 1e-6).sum() + 1
-        assert not found.token_BS[:start].any() and not found.token_BS[end:].any()
-
-
 def check_text(got, rows):
     assert [got.emitted[row] for row in rows] == [plain().emitted[row] for row in rows]
     log = got.state.log
     assert log.accepted_BS[np.array(rows)].sum() > 0
     assert (log.accepted_BS < log.drafted_BS).any()
-    check_logprobs(got)
+    check_outputs(got.state, TARGET, 3)
 
 
 def test_plain_decoding_takes_the_argmax_of_processed_logits():
@@ -398,7 +366,7 @@ def test_plain_decoding_takes_the_argmax_of_processed_logits():
         assert len(text) == TEXTS["max_new"][row] or (ended and len(text) > features["min_tokens"])
     assert np.flatnonzero(got.state.failed_B).tolist() == [B - 1] and not got.emitted[B - 1]
     assert len({len(text) for text in got.emitted}) > 4
-    check_logprobs(got)
+    check_outputs(got.state, TARGET, 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -415,7 +383,7 @@ def test_the_loop_on_a_mesh_gives_the_same_text_and_log_probabilities():
     placed = TARGET._replace(params=parallel.place(TARGET.params, mesh, "target"))
     got = run(placed, PROMPTS, mesh=mesh, **TEXTS)
     assert got.emitted == plain().emitted
-    check_logprobs(got)
+    check_outputs(got.state, TARGET, 3)
 
 
 # --- What nobody asked for is not compiled --------------------------------------------------------
@@ -438,12 +406,8 @@ def test_without_features_the_loop_is_the_same(monkeypatch):
     without = jaxpr(None)
     assert jaxpr(ProcessorArrays()) == without
     assert len(jaxpr(arrays)) > len(without)
-    without_top = jaxpr(None, logprobs=0)
-    assert len(without_top) > len(without)
-    assert "top_k" not in without_top and "top_k" in jaxpr(None, logprobs=1)
-    # It is what it would be if the functions did not exist.
+    # It is what it would be if the function did not exist.
     monkeypatch.setattr(decode, "process", lambda arrays, logits_BTV, *_: logits_BTV)
-    monkeypatch.setattr(sampling_lib, "logprobs", None)
     assert jaxpr(None) == without
 
 

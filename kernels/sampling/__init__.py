@@ -3,7 +3,7 @@
 from specjax.kernels.sampling.api import (
     AxisName,
     Distribution,
-    log_probability,
+    logit,
     probability,
     residual_pass,
     sample_pass,
@@ -16,7 +16,7 @@ __all__ = [
     "Distribution",
     "finite",
     "inverse",
-    "log_probability",
+    "logit",
     "probability",
     "residual_pass",
     "sample_pass",

@@ -191,23 +191,19 @@ def probability(
     return jax.lax.psum(probability_BT, axis_name) if axis_name else probability_BT
 
 
-def log_probability(
+def logit(
     distribution: Distribution,
     token_BT: jax.Array,
-    temperature_B: jax.Array,
     *,
     num_valid: int | None = None,
     axis_name: AxisName = None,
 ) -> jax.Array:
-    """Returns the logarithm of `probability`, float32 `[B, T]`, however small that is.
+    """Returns the logit of one token under each distribution, `finite` and float32 `[B, T]`.
 
-    It is undefined for an id that cannot be sampled. Arguments as for `probability`.
+    It is undefined for an id that is not valid. Arguments as for `probability`.
     """
     x_BT, is_here_BT = _logit(distribution, token_BT, num_valid, axis_name)
-    if axis_name:
-        x_BT = jax.lax.psum(jnp.where(is_here_BT, x_BT, 0), axis_name)
-    distance_BT = (x_BT - distribution.largest_BT) * inverse(temperature_B)[:, None]
-    return distance_BT - jnp.log(distribution.total_BT)
+    return jax.lax.psum(jnp.where(is_here_BT, x_BT, 0), axis_name) if axis_name else x_BT
 
 
 def _logit(distribution: Distribution, token_BT, num_valid: int | None, axis_name: AxisName):
