@@ -674,7 +674,8 @@ def token_logprobs(
         top = logprobs.top_BSJ[i, :num_top].tolist()
         entries = {token_id: (float(logprobs.token_BS[i]), int(logprobs.rank_BS[i]))}
         for rank, (top_id, logprob) in enumerate(zip(top_ids, top, strict=True), 1):
-            entries.setdefault(top_id, (logprob, rank))
+            if logprob > -np.inf:  # the vocabulary may have fewer tokens
+                entries.setdefault(top_id, (logprob, rank))
         found.append(
             {
                 key: Logprob(logprob, rank, _token_text(tokenizer, key))
