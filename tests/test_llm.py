@@ -446,7 +446,7 @@ def test_progress_is_shown_on_a_terminal(llm, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
     monkeypatch.setenv("TERM", "xterm")
-    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.generate(PROMPTS, GREEDY, False)
     assert capsys.readouterr() == ("", "")
     llm.generate(PROMPTS, GREEDY)
     out, err = capsys.readouterr()

@@ -206,7 +206,6 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Returns the completions of each prompt, in the order of the prompts.

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import hashlib
 import numbers
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ MAX_LOGIT_BIAS = 100.0
 # Temperatures below the first are greedy; those between the two become the second, as in vLLM.
 GREEDY_BELOW, LOWEST_TEMPERATURE = 1e-5, 0.01
 INT32_MAX, INT64_MIN, INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
+DIGITS = re.compile("[0-9]{1,10}")  # a token id in decimal
 FLOAT32 = np.finfo(np.float32)
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # text, token ids, or messages of a chat
@@ -183,6 +185,7 @@ class SamplingParams:
         tokens. They are those of the model, before penalties, temperature and filters.
       prompt_logprobs: 0 to 20: the same for the tokens of the prompt.
       logit_bias: numbers by token id, which are added to the logits; stored within [-100, 100].
+        Ids can be strings of digits, as they are in JSON.
       allowed_token_ids: the only ids that are generated; None for all.
       bad_words: up to 128 texts that the output does not contain.
       detokenize: whether outputs have a text.
@@ -414,16 +417,25 @@ def _biases(value: Any) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         raise SpecJAXError(f"logit_bias must map token ids to numbers, got {value!r}")
     biases = {}
-    for token, bias in value.items():
+    for key, bias in value.items():
+        token = _id_of_key(key)
         if not _is_id(token):
-            raise SpecJAXError(f"logit_bias must map token ids to numbers, got the id {token!r}")
+            raise SpecJAXError(f"logit_bias must map token ids to numbers, got the id {key!r}")
+        if token in biases:
+            raise SpecJAXError(f"logit_bias must have each token id once, got {token} twice")
         is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
         if not is_number or bias != bias:
             raise SpecJAXError(
                 f"logit_bias must map token ids to numbers, got {bias!r} for token {token}"
             )
-        biases[int(token)] = float(min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS))
+        biases[token] = float(min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS))
     return biases
+
+
+def _id_of_key(key: Any) -> Any:
+    """Returns the integer that a key is, or has the digits of; anything else as it is."""
+    has_digits = isinstance(key, str) and DIGITS.fullmatch(key)
+    return int(key) if has_digits or _is_id(key) else key
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
