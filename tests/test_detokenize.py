@@ -69,6 +69,12 @@ def test_only_text_that_may_begin_a_stop_string_is_held_back():
     assert builder.stop_reason is None
 
 
+def test_a_stop_string_that_came_too_early_is_not_held_back():
+    builder, pieces = pushed("abc", stop=["ab", "xyz"], min_tokens=2)
+    assert pieces == ["", "ab", "c"]
+    assert builder.stop_reason is None
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """Which of several stop strings ends a text."""

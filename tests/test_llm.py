@@ -288,6 +288,8 @@ def test_a_chat_that_cannot_be_used(llm, messages, options, message):
     [
         ({"tensor_parallel": 2}, "LLM has no argument 'tensor_parallel'; did you mean 'tensor_pa"),
         ({"max_num_batched_tokens": 1}, "LLM has no argument 'max_num_batched_tokens'"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        ({"block_size": True}, "block_size must be an integer of at least 1, got True"),
         ({"enforce_eager": True}, "LLM supports enforce_eager=False only, got True"),
         ({"quantization": "awq"}, "LLM supports quantization=None only, got 'awq'"),
         ({"pipeline_parallel_size": True}, "LLM supports pipeline_parallel_size=1 only, got True"),
@@ -326,6 +328,14 @@ def test_an_argument_that_cannot_be_used(folder, options, message):
     options = {"model": folder} | options
     with pytest.raises(SpecJAXError, match=re.escape(message)):
         make_llm(options.pop("model"), **options)
+
+
+def test_only_a_similar_name_is_suggested(folder):
+    for name, suggestion in (("max_seq_len", "max_model_len"), ("max_num_batched_tokens", None)):
+        with pytest.raises(SpecJAXError) as caught:
+            make_llm(folder, **{name: 1})
+        hint = f"; did you mean {suggestion!r}?" if suggestion else ""
+        assert str(caught.value) == f"LLM has no argument {name!r}{hint}"
 
 
 def test_an_argument_of_vllm_with_its_only_value_is_accepted(folder):

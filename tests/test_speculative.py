@@ -113,6 +113,10 @@ def test_a_speculative_config(draft, fields, expected):
         ({"model": "DRAFT", "draft_tensor_parallel_size": 0}, "must be an integer of at least 1, "),
         ({"model": "ngram,medusa"}, "unknown drafter 'medusa'; choose from none, draft_model, ea"),
         ({"model": "./no/such"}, "./no/such does not exist; give the folder of a model, or the na"),
+        (
+            {"model": "ngrm"},
+            "'ngrm' is not a drafter (draft_model, eagle, ngram), and ngrm is neit",
+        ),
         ({"model": 3}, "a model must be a path or a name, got 3"),
     ],
 )

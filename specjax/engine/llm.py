@@ -154,6 +154,7 @@ class LLM:
         """
         _check_others(others)
         self._seed = _checked_seed(seed)
+        page_size = _checked_block_size(block_size)
         self._max_logprobs = _checked_max_logprobs(max_logprobs)
         self._logs_stats = not _flag("disable_log_stats", disable_log_stats, True)
         speculation = _speculation(
@@ -189,7 +190,7 @@ class LLM:
             drafter,
             drafter_params,
             verify=_verify_method(verify, speculation),
-            page_size=block_size,
+            page_size=page_size,
             implementation=implementation,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -432,7 +433,7 @@ def _check_others(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in FIXED:
             known = inspect.signature(LLM).parameters
-            similar = difflib.get_close_matches(name, known, n=1)
+            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f"; did you mean {similar[0]!r}?" if similar else ""
             raise SpecJAXError(f"LLM has no argument {name!r}{hint}")
         if value != FIXED[name] or isinstance(value, bool) != isinstance(FIXED[name], bool):
@@ -457,6 +458,12 @@ def _checked_max_logprobs(value: Any) -> int:
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or not 0 <= value <= MAX_LOGPROBS:
         raise SpecJAXError(f"max_logprobs must be an integer in [0, {MAX_LOGPROBS}], got {value!r}")
+    return value
+
+
+def _checked_block_size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecJAXError(f"block_size must be an integer of at least 1, got {value!r}")
     return value
 
 

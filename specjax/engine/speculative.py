@@ -85,7 +85,7 @@ def from_model(
         return SpeculativeConfig()
     drafter, draft = model, None
     if not _is_drafter(model):
-        draft = str(hub.resolve(model, revision))
+        draft = _resolve(model, revision)
         drafter = load.find_drafter(draft)
     elif revision is not None:
         raise SpecJAXError(f"revision {revision!r} is for a draft, but {model!r} is a drafter")
@@ -139,6 +139,21 @@ def from_dict(fields: Mapping[str, Any]) -> SpeculativeConfig:
 def _is_drafter(name: Any) -> bool:
     parts = name.split(",") if isinstance(name, str) else ()
     return any(part in registry.names() for part in parts)
+
+
+def _resolve(model: str, revision: str | None) -> str:
+    """Returns the path of a draft.
+
+    Raises:
+      SpecJAXError: there is none; the message has the drafters where a name may be meant for one.
+    """
+    try:
+        return str(hub.resolve(model, revision))
+    except SpecJAXError as error:
+        if not isinstance(model, str) or "/" in model:
+            raise
+        drafters = ", ".join(registry.names())
+        raise SpecJAXError(f"{model!r} is not a drafter ({drafters}), and {error}") from error
 
 
 def _size(value: Any) -> int:
