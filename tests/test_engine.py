@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
 
 import jax
 import numpy as np
@@ -378,21 +379,68 @@ def test_log_probabilities_are_those_of_transformers(case):
 # --- Calls ----------------------------------------------------------------------------------------
 
 
+def submit_a_mix(engine: Engine) -> None:
+    """Submits and runs one, two, then three requests: greedy, sampled, and with a penalty."""
+    for number in (1, 2, 3):
+        for i in range(number):
+            params = SamplingParams(
+                temperature=[0, 0.7][i % 2],
+                top_p=0.9,
+                presence_penalty=[0, 0, 1.0][i],
+                max_tokens=9,
+            )
+            engine.submit(SHARED[: 5 + 9 * i], params)
+        outputs(engine)
+
+
+def committed(model):
+    """The model as `specjax.load` returns it: with parameters committed to a device."""
+    return dataclasses.replace(model, params=jax.device_put(model.params, jax.devices()[0]))
+
+
 def test_nothing_compiles_after_warm_up():
-    engine = make_engine("ngram", max_num_seqs=2)
-    engine.warm_up()
+    engine = make_engine("ngram", model=committed(MODEL), max_num_seqs=2)
+    first, rest = engine._runner.variants(has_processors=True)
     with loop.compilations() as compiled:
-        for number in (1, 2, 3):
-            for i in range(number):
-                params = SamplingParams(
-                    temperature=[0, 0.7][i % 2],
-                    top_p=0.9,
-                    presence_penalty=[0, 0, 1.0][i],
-                    max_tokens=9,
-                )
-                engine.submit(SHARED[: 5 + 9 * i], params)
-            outputs(engine)
+        engine.warm_up(wait=False)
+        while not engine.is_warm:
+            time.sleep(0.01)
+    # Each program once, and a few small ones that are run on the way.
+    num_programs = len(first + rest) + len(engine._runner._chunk_sizes)
+    assert num_programs <= len(compiled) <= num_programs + 3
+    with loop.compilations() as compiled:
+        submit_a_mix(engine)
+        engine.warm_up()
     assert not compiled
+    engine.close()
+
+
+def test_no_program_is_compiled_twice():
+    """The state is of one kind before and after a program, with committed parameters too."""
+    engine = make_engine(model=committed(MODEL), max_num_seqs=1, chunk_sizes=(8,))
+    engine.submit(SHARED[:5], SamplingParams(temperature=0, max_tokens=2))
+    outputs(engine)
+    with loop.compilations() as compiled:
+        engine.submit(SHARED[3:9], SamplingParams(temperature=0, max_tokens=2))
+        outputs(engine)
+    assert not compiled
+
+
+def test_a_program_with_fewer_rows_is_compiled_after_many_rounds():
+    engine = make_engine(max_num_seqs=4, chunk_sizes=(16,))
+    engine._runner._max_oversized_rounds = 16
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for i in range(3):
+        engine.submit(SHARED[i : i + 5], params)
+    outputs(engine)
+    assert {variant.num_rows for variant in engine._runner._compiled} == {4}
+    engine.submit(SHARED[:5], params)
+    outputs(engine)
+    assert {variant.num_rows for variant in engine._runner._compiled} == {4}
+    for _ in range(4):
+        engine.submit(SHARED[:5], params)
+        outputs(engine)
+    assert {variant.num_rows for variant in engine._runner._compiled} == {4, 1}
 
 
 def test_rounds_of_a_call_follow_its_seconds():

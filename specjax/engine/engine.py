@@ -398,7 +398,7 @@ class Engine:
             compile_seconds=self._runner.compile_seconds,
         )
 
-    def warm_up(self, *, processors: bool = True) -> None:
+    def warm_up(self, *, processors: bool = True, wait: bool = True) -> None:
         """Compiles what requests may need, so that nothing is compiled later.
 
         Log-probabilities are not among it: their programs are compiled when they are first asked
@@ -407,8 +407,23 @@ class Engine:
 
         Args:
           processors: also for requests with penalties, biases or forbidden tokens.
+          wait: whether to return when all is compiled. Else programs for a few numbers of rows are
+            compiled, which can do all the work, and the others behind the first requests.
         """
-        self._runner.warm_up(self._runner.variants(has_processors=processors))
+        first, rest = self._runner.variants(has_processors=processors)
+        if wait:
+            self._runner.warm_up(first + rest)
+        else:
+            self._runner.warm_up(first, later=rest)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether nothing is being compiled behind the requests."""
+        return self._runner.is_warm
+
+    def close(self) -> None:
+        """Drops programs that are not compiled yet. The engine must not be used afterwards."""
+        self._runner.close()
 
     # --- A step -----------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ from specjax.sampling import Logprobs
 
 MAX_ROUNDS = 16  # of a call: the tables of a report have so many columns
 TOP_BUCKETS = (0, 5, 20)
+# Rounds in programs with far too many rows, before one with fewer is compiled. Each of them costs a
+# CPU about a tenth of a second more than it need, and a GPU next to nothing.
+CPU_OVERSIZED_ROUNDS, GPU_OVERSIZED_ROUNDS = 128, 4096
 ADMISSION_ROWS = 4  # rows of a replica that one call of `admit` can fill
 
 
@@ -134,12 +137,22 @@ class Runner:
         is_xla = config.runtime.implementation == "xla" or dispatch.missing_gpu() is not None
         self._cuts_tables = is_xla and jax.default_backend() != "cpu"
         self._buckets = row_buckets(num_rows)
+        is_cpu = jax.default_backend() == "cpu"
+        self._max_oversized_rounds = CPU_OVERSIZED_ROUNDS if is_cpu else GPU_OVERSIZED_ROUNDS
+        self._num_oversized_rounds = 0
         self._compiled: set[Variant] = set()
+        self._later: dict[Variant, concurrent.futures.Future] = {}  # being compiled
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "specjax-compile")
         self._processors: ProcessorArrays | None = None  # of all rows, once a sequence has any
         self.compile_seconds = 0.0
-        self._state = programs.init_jit(
+        state = programs.init_jit(
             *params, config, num_rows, max_model_len, num_pages, batch.MAX_STOP_IDS
         )
+        if self._mesh is None:
+            # Programs return arrays that are committed to the device of the parameters. For arrays
+            # that are not, each program would be compiled once more.
+            state = jax.device_put(state, jax.tree.leaves(params)[0].sharding)
+        self._state = state
 
     @property
     def drafter_state(self) -> Any:
@@ -252,7 +265,8 @@ class Runner:
             has_processors=has_processors,
             logprobs=None if num_top < 0 else _top_bucket(num_top),
         )
-        variant = self._variant(wanted, num_expected)
+        longest = max(sequence.max_length - sequence.length for sequence in plan.decoding)
+        variant = self._variant(wanted, num_expected, min(plan.max_rounds, longest))
         slots = self._slots(plan.decoding, variant.num_rows)
         pages = self._pages(plan.decoding, slots, variant.num_rows)
         limits = (plan.max_rounds, plan.until_a_row_ends)
@@ -276,17 +290,35 @@ class Runner:
             variant.is_greedy,
         )
 
-    def _variant(self, wanted: Variant, num_expected: int) -> Variant:
-        """Returns the variant for these rows: a compiled one if there is any, else a new one."""
+    def _variant(self, wanted: Variant, num_expected: int, num_rounds: int) -> Variant:
+        """Returns the variant for these rows: a compiled one if there is any, else a new one.
+
+        A compiled one with far more rows than are needed serves for a while: to compile another
+        one pays only if few rows decode for long.
+        """
+        for variant in [variant for variant, future in self._later.items() if future.done()]:
+            self._later.pop(variant).result()  # raises what went wrong
+            self._compiled.add(variant)
         compiled = [variant for variant in self._compiled if variant[1:] == wanted[1:]]
         fitting = [variant for variant in compiled if variant.num_rows >= wanted.num_rows]
-        if fitting:
-            return min(fitting)
         num_rows = max(wanted.num_rows, min(num_expected, self._num_rows))
-        bucket = next(bucket for bucket in self._buckets if bucket >= num_rows)
-        variant = wanted._replace(num_rows=bucket)
-        self.compile(variant)
+        if fitting:
+            smallest = min(fitting)
+            if smallest.num_rows < 2 * self._bucket(num_rows):
+                return smallest
+            self._num_oversized_rounds += num_rounds
+            if self._num_oversized_rounds < self._max_oversized_rounds:
+                return smallest
+            self._num_oversized_rounds = 0
+        variant = wanted._replace(num_rows=self._bucket(num_rows))
+        if variant in self._later:
+            self._later[variant].result()
+        else:
+            self.compile(variant)
         return variant
+
+    def _bucket(self, num_rows: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= num_rows)
 
     # --- Compilation ------------------------------------------------------------------------------
 
@@ -304,37 +336,78 @@ class Runner:
     def _no_pages(self, num_slots: int) -> Pages:
         return self._pages([], [], num_slots)
 
-    def variants(self, *, has_processors: bool) -> list[Variant]:
-        """Returns what requests without log-probabilities may need."""
-        found = []
-        for num_rows in self._buckets:
-            found += [Variant(num_rows, is_greedy=True), Variant(num_rows, is_greedy=False)]
-            if has_processors:
-                found.append(Variant(num_rows, is_greedy=False, has_processors=True))
-        return found
+    def variants(self, *, has_processors: bool) -> tuple[list[Variant], list[Variant]]:
+        """Returns what requests without log-probabilities may need: the first, and the rest.
 
-    def warm_up(self, variants: list[Variant]) -> None:
-        """Compiles everything that the calls of these variants need, several programs at a time."""
+        The first ones can do all the work, but for processors. They have the largest number of
+        rows and every second one below.
+        """
+        most, some = self._buckets[::-1][::2], self._buckets[::-1][1::2]
+
+        def of(row_numbers, is_greedy=False, has_processors=False):
+            return [Variant(num_rows, is_greedy, has_processors) for num_rows in row_numbers]
+
+        first = of(most, is_greedy=True) + of(most)
+        rest = of(some, is_greedy=True) + of(some)
+        if has_processors:
+            rest += of((*most, *some), has_processors=True)
+        return first, rest
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether nothing is being compiled behind the calls."""
+        return all(future.done() for future in self._later.values())
+
+    def close(self) -> None:
+        """Drops programs that are not compiled yet."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def warm_up(self, variants: list[Variant], later: Sequence[Variant] = ()) -> None:
+        """Compiles what the calls of some variants need, several programs at a time.
+
+        Args:
+          variants: they are compiled when this returns.
+          later: compiled one by one behind the calls that follow, and used once they are there.
+            Until then, rows run in programs with more rows.
+        """
         start = time.perf_counter()
-        if any(variant.has_processors for variant in variants):
+        if any(variant.has_processors for variant in (*variants, *later)):
             self._start_processors()
-        lowered = []
-        chunk_B = np.zeros((2, self._chunk_rows * self._num_replicas), np.int32)
-        for size in self._chunk_sizes:
-            arguments = self._prefill_arguments(self._no_pages(self._chunk_rows), *chunk_B, size)
-            lowered.append(programs.prefill_jit.lower(*arguments))
-        for variant in variants:
-            arguments = self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
-            lowered.append(programs.rounds_jit.lower(*arguments))
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda program: program.compile(), lowered))
-        self.compile_seconds += time.perf_counter() - start
-        # What was compiled is found again by the first call.
         self._admit([])
-        for size in self._chunk_sizes:
-            self._prefill(self._no_pages(self._chunk_rows), *chunk_B, size)
-        for variant in variants:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiling = []
+            for size in self._chunk_sizes:
+                compiling.append(pool.submit(self._lower_prefill(size).compile))
+            for variant in variants:
+                compiling.append(pool.submit(self._lower(variant).compile))
+        for future in compiling:
+            future.result()  # raises what went wrong
+        # A call with the same types of arguments finds what was compiled.
+        self._compiled.update(variants)
+        self.compile_seconds += time.perf_counter() - start
+        for variant in later:
+            self._compile_later(variant)
+
+    def _lower_prefill(self, size: int):
+        chunk_B = np.zeros((2, self._chunk_rows * self._num_replicas), np.int32)
+        arguments = self._prefill_arguments(self._no_pages(self._chunk_rows), *chunk_B, size)
+        return programs.prefill_jit.lower(*arguments)
+
+    def _lower(self, variant: Variant):
+        arguments = self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
+        return programs.rounds_jit.lower(*arguments)
+
+    def _compile_later(self, variant: Variant) -> None:
+        # Processes of a mesh would not use a new program with the same call.
+        if self._mesh is not None and jax.process_count() > 1:
             self.compile(variant)
+            return
+        arguments = self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
+
+        def compile_():
+            programs.rounds_jit.lower(*arguments).compile()
+
+        self._later[variant] = self._worker.submit(compile_)
 
     # --- Arrays of a call -------------------------------------------------------------------------
 
