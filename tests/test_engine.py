@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pathlib
 import time
 
@@ -164,14 +165,27 @@ def run_schedule(engine: Engine, wishes) -> dict:
     return finished
 
 
-@pytest.mark.parametrize("name", ["draft_model", "ngram,eagle"])
-def test_many_short_requests_leave_nothing_behind(engines, name):
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("draft_model", 300),
+        ("ngram,eagle", 300),
+        pytest.param("ngram", 10_000, marks=pytest.mark.slow),
+    ],
+)
+def test_many_short_requests_leave_nothing_behind(engines, name, number):
     engine = engines[name]
-    for start in range(0, 300, 50):
+    num_objects = []
+    for start in range(0, number, 50):
         for i in range(start, start + 50):
-            engine.submit([i % V, 1, 2], SamplingParams(temperature=0, max_tokens=1 + i % 3))
+            prompt = [i % V, i // V % V, 1, 2]
+            engine.submit(prompt, SamplingParams(temperature=0, max_tokens=1 + i % 3))
         assert len(outputs(engine)) == 50
+        if start % 100 == 0:
+            gc.collect()
+            num_objects.append(len(gc.get_objects()))
     assert not engine._requests and not engine._clients
+    assert num_objects[-1] <= 1.01 * num_objects[1]
 
 
 # --- Pages ----------------------------------------------------------------------------------------
