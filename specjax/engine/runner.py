@@ -180,8 +180,9 @@ class Runner:
         request = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
         row_B = self._row_numbers(sequences, slots, num_slots)
         admission = Admission(row_B, tokens_BS, length_B, start_B, request)
-        admission = parallel.put(admission, self._mesh)
-        self._state = programs.admit_jit(self._config, self._state, admission)
+        admission = self._put(admission)
+        with _host_arrays_allowed():
+            self._state = programs.admit_jit(self._config, self._state, admission)
         if any(sequence.owner.arrays.processors for sequence in sequences):
             self._start_processors()  # if none had any before
         if self._processors is not None:
@@ -200,9 +201,11 @@ class Runner:
         for slot, sequence in zip(slots, sequences, strict=True):
             parts[slot] = sequence.owner.arrays.processors or neutral
         new = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-        new = parallel.put(new, self._mesh, None)
-        row_B = parallel.put(row_B, self._mesh)
-        self._processors = programs.admit_processors_jit(self._config, self._processors, row_B, new)
+        arguments = (self._put(row_B), self._put(new, None))
+        with _host_arrays_allowed():
+            self._processors = programs.admit_processors_jit(
+                self._config, self._processors, *arguments
+            )
 
     def prefill(self, chunks: list[Chunk]) -> list[Logprobs] | None:
         """Reads chunks of prompts, at most `chunk_rows` of each replica.
@@ -226,18 +229,20 @@ class Runner:
             pages, start_B, count_B, size
         )
         config = dataclasses.replace(config, logprobs=_top_bucket(num_top))
-        self._state, logprobs = programs.score_jit(
-            *head, config, state, pages, starts, counts, size
-        )
+        with _host_arrays_allowed():
+            self._state, logprobs = programs.score_jit(
+                *head, config, state, pages, starts, counts, size
+            )
         logprobs = parallel.get(logprobs)
         return [jax.tree.map(lambda x, slot=slot: x[slot], logprobs) for slot in slots]
 
     def _prefill(self, pages: Pages, start_B, count_B, size: int) -> None:
         arguments = self._prefill_arguments(pages, start_B, count_B, size)
-        self._state = programs.prefill_jit(*arguments)
+        with _host_arrays_allowed():
+            self._state = programs.prefill_jit(*arguments)
 
     def _prefill_arguments(self, pages: Pages, start_B, count_B, size: int) -> tuple:
-        arrays = parallel.put((pages, start_B, count_B), self._mesh)
+        arrays = self._put((pages, start_B, count_B))
         return (*self._params, self._config, self._state, *arrays, size)
 
     def wait(self) -> None:
@@ -274,16 +279,18 @@ class Runner:
         return Call(plan, slots, self._rounds(variant, pages, limits), dispatched_at)
 
     def _rounds(self, variant: Variant, pages: Pages, limits: tuple[int, int]) -> Report:
-        self._state, report = programs.rounds_jit(*self._round_arguments(variant, pages, limits))
+        arguments = self._round_arguments(variant, pages, limits)
+        with _host_arrays_allowed():
+            self._state, report = programs.rounds_jit(*arguments)
         return report
 
     def _round_arguments(self, variant: Variant, pages: Pages, limits: tuple[int, int]) -> tuple:
-        limits = parallel.put(np.array(limits, np.int32), self._mesh, PartitionSpec())
+        limits = self._put(np.array(limits, np.int32), PartitionSpec())
         return (
             *self._params,
             dataclasses.replace(self._config, logprobs=variant.logprobs),
             self._state,
-            parallel.put(pages, self._mesh),
+            self._put(pages),
             self._processors if variant.has_processors else None,
             limits,
             MAX_ROUNDS,
@@ -411,6 +418,11 @@ class Runner:
 
     # --- Arrays of a call -------------------------------------------------------------------------
 
+    def _put(self, tree: Any, spec: PartitionSpec | None = parallel.ROWS) -> Any:
+        """Returns arrays of the host as arguments of a program, see `parallel.put`."""
+        # The call takes them to the only device itself, in a fraction of the time.
+        return tree if self._mesh is None else parallel.put(tree, self._mesh, spec)
+
     def _slots(self, sequences: Sequence[Row], num_slots: int) -> list[int]:
         """Returns the row of each sequence in arrays that have `num_slots` for each replica."""
         used = [0] * self._num_replicas
@@ -437,6 +449,11 @@ class Runner:
             table_BX[slot, : len(sequence.pages)] = sequence.pages
             capacity_B[slot] = len(sequence.pages) * self._config.runtime.page_size
         return Pages(self._row_numbers(sequences, slots, num_slots), table_BX, capacity_B)
+
+
+def _host_arrays_allowed():
+    """A context for calls whose arguments are arrays of the host, also where transfers are not."""
+    return jax.transfer_guard_host_to_device("allow")
 
 
 def _top_bucket(num_top: int) -> int:
