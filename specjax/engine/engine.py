@@ -398,7 +398,9 @@ class Engine:
             compile_seconds=self._runner.compile_seconds,
         )
 
-    def warm_up(self, *, processors: bool = True) -> None:
+    def warm_up(
+        self, *, processors: bool = True, on_program: runner.OnProgram | None = None
+    ) -> None:
         """Compiles what requests may need, so that nothing is compiled later.
 
         Log-probabilities are not among it: their programs are compiled when they are first asked
@@ -407,8 +409,10 @@ class Engine:
 
         Args:
           processors: also for requests with penalties, biases or forbidden tokens.
+          on_program: called when a program is compiled, with its name, the seconds that it took,
+            and how many there are.
         """
-        self._runner.warm_up(self._runner.variants(has_processors=processors))
+        self._runner.warm_up(self._runner.variants(has_processors=processors), on_program)
 
     # --- A step -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,8 @@ from specjax.sampling import Logprobs
 
 MAX_ROUNDS = 16  # of a call: the tables of a report have so many columns
 TOP_BUCKETS = (0, 5, 20)
+# on_program(what was compiled, seconds, number of programs)
+OnProgram = Callable[[str, float, int], None]
 ADMISSION_ROWS = 4  # rows of a replica that one call of `admit` can fill
 
 
@@ -73,6 +75,14 @@ class Variant(NamedTuple):
     is_greedy: bool
     has_processors: bool = False
     logprobs: int | None = None
+
+    @property
+    def description(self) -> str:
+        """In words, for the progress of `Runner.warm_up`."""
+        kind = "greedy" if self.is_greedy else "sampled"
+        if self.has_processors:
+            kind = "with processors"
+        return f"rounds of {self.num_rows} rows, {kind}"
 
 
 class Call(NamedTuple):
@@ -313,21 +323,32 @@ class Runner:
                 found.append(Variant(num_rows, is_greedy=False, has_processors=True))
         return found
 
-    def warm_up(self, variants: list[Variant]) -> None:
-        """Compiles everything that the calls of these variants need, several programs at a time."""
+    def warm_up(self, variants: list[Variant], on_program: OnProgram | None = None) -> None:
+        """Compiles everything that the calls of these variants need, several programs at a time.
+
+        Args:
+          variants: of the programs of rounds.
+          on_program: called when one is compiled.
+        """
         start = time.perf_counter()
         if any(variant.has_processors for variant in variants):
             self._start_processors()
-        lowered = []
+        lowered = {}
         chunk_B = np.zeros((2, self._chunk_rows * self._num_replicas), np.int32)
         for size in self._chunk_sizes:
             arguments = self._prefill_arguments(self._no_pages(self._chunk_rows), *chunk_B, size)
-            lowered.append(programs.prefill_jit.lower(*arguments))
+            lowered[f"prompts, {size} tokens"] = programs.prefill_jit.lower(*arguments)
         for variant in variants:
             arguments = self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
-            lowered.append(programs.rounds_jit.lower(*arguments))
+            lowered[variant.description] = programs.rounds_jit.lower(*arguments)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda program: program.compile(), lowered))
+            compiling = {}
+            for name, program in lowered.items():
+                compiling[pool.submit(_seconds_of, program.compile)] = name
+            for future in concurrent.futures.as_completed(compiling):
+                seconds = future.result()
+                if on_program:
+                    on_program(compiling[future], seconds, len(lowered))
         self.compile_seconds += time.perf_counter() - start
         # What was compiled is found again by the first call.
         self._admit([])
@@ -364,6 +385,13 @@ class Runner:
             table_BX[slot, : len(sequence.pages)] = sequence.pages
             capacity_B[slot] = len(sequence.pages) * self._config.runtime.page_size
         return Pages(self._row_numbers(sequences, slots, num_slots), table_BX, capacity_B)
+
+
+def _seconds_of(function: Callable[[], Any]) -> float:
+    """Calls a function, and returns how long it took."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def _top_bucket(num_top: int) -> int:
