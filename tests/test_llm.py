@@ -256,7 +256,7 @@ def test_a_chat_template_and_a_tokenizer_can_be_given(folder, tmp_path):
     ],
 )
 def test_a_prompt_that_cannot_be_used(llm, monkeypatch, prompts, params, message):
-    monkeypatch.setattr(llm, "_max_logprobs", 2)
+    monkeypatch.setattr(llm, "max_logprobs", 2)
     before = llm.engine.stats().num_generated_tokens
     with pytest.raises(SpecJAXError, match=re.escape(message)):
         llm.generate(prompts, params)

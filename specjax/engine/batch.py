@@ -137,17 +137,17 @@ def encode_chat(
         text = model.tokenizer.render_chat(messages, **options)
     except SpecJAXError as error:
         raise SpecJAXError(f"{name}: {error}") from error
-    _check_unicode(text, name)
+    check_unicode(text, name)
     # The template writes the special tokens.
     return text, model.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _encode_text(model: Model, text: str, name: str) -> list[int]:
-    _check_unicode(text, name)
+    check_unicode(text, name)
     return encode_text(model.tokenizer, text, name)
 
 
-def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, name: str | None) -> list[int]:
     """Returns the token ids of a text, with the special tokens that the model expects around it.
 
     A text that already begins with the BOS token, such as a rendered chat, gets no second one, and
@@ -156,7 +156,7 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
     Args:
       tokenizer: tokenizer of the model.
       text: valid Unicode.
-      name: name of the text, for the warning.
+      name: name of the text, for the warning; None for no warning.
     """
     ids = tokenizer.encode(text)
     bos_id = tokenizer.bos_id
@@ -165,15 +165,17 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
     bos = tokenizer.special_tokens["bos_token"]
     if not text.startswith(bos) or tokenizer.encode(text, add_special_tokens=False) == ids:
         return ids  # the tokenizer adds none, and the text has two
-    warnings.warn(
-        f"{name} begins with {bos!r}, which the tokenizer adds as well; only one is kept",
-        SpecJAXWarning,
-        stacklevel=2,
-    )
+    if name is not None:
+        warnings.warn(
+            f"{name} begins with {bos!r}, which the tokenizer adds as well; only one is kept",
+            SpecJAXWarning,
+            stacklevel=2,
+        )
     return ids[1:]
 
 
-def _check_unicode(text: str, name: str) -> None:
+def check_unicode(text: str, name: str) -> None:
+    """Raises SpecJAXError for a text with surrogates, which no UTF-8 has."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -398,7 +398,13 @@ class Engine:
             compile_seconds=self._runner.compile_seconds,
         )
 
-    def warm_up(self, *, processors: bool = True, wait: bool = True) -> None:
+    def warm_up(
+        self,
+        *,
+        processors: bool = True,
+        wait: bool = True,
+        on_program: runner.OnProgram | None = None,
+    ) -> None:
         """Compiles what requests may need, so that nothing is compiled later.
 
         Log-probabilities are not among it: their programs are compiled when they are first asked
@@ -409,12 +415,13 @@ class Engine:
           processors: also for requests with penalties, biases or forbidden tokens.
           wait: whether to return when all is compiled. Else programs for a few numbers of rows are
             compiled, which can do all the work, and the others behind the first requests.
+          on_program: called when a program is compiled before this returns, with its name, the
+            seconds that it took, and how many there are.
         """
         first, rest = self._runner.variants(has_processors=processors)
         if wait:
-            self._runner.warm_up(first + rest)
-        else:
-            self._runner.warm_up(first, later=rest)
+            first, rest = first + rest, []
+        self._runner.warm_up(first, rest, on_program)
 
     @property
     def is_warm(self) -> bool:

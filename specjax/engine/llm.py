@@ -77,6 +77,8 @@ class LLM:
     Attributes:
       engine: the engine.
       target: the model.
+      generation_config: parameters of requests in the model's generation_config.json, by name.
+      max_logprobs: largest `logprobs` of a request.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class LLM:
         spec_tokens: int | None = None,
         verify: str | None = None,
         implementation: str | None = None,
+        seconds_per_call: float = generate.SECONDS_PER_CALL,
         **others: Any,
     ):
         """Loads the models, and makes the engine.
@@ -146,6 +149,8 @@ class LLM:
             `speculative_config`, instead of it.
           verify: "rejection" (the default) or "coupled", see `specjax.verify`.
           implementation: of attention and sampling, see `specjax.generate`.
+          seconds_per_call: how long a call of the decode loop may run, roughly. A server, whose
+            streams wait so long, gives less than the default.
           **others: arguments of vLLM's class that have one value here, see `FIXED`.
 
         Raises:
@@ -155,7 +160,7 @@ class LLM:
         _check_others(others)
         self._seed = _checked_seed(seed)
         page_size = _checked_block_size(block_size)
-        self._max_logprobs = _checked_max_logprobs(max_logprobs)
+        self.max_logprobs = _checked_max_logprobs(max_logprobs)
         self._logs_stats = not _flag("disable_log_stats", disable_log_stats, True)
         speculation = _speculation(
             (speculative_model, num_speculative_tokens, speculative_draft_tensor_parallel_size),
@@ -177,7 +182,8 @@ class LLM:
             mesh=mesh,
         )
         self.target = _with_texts(target, tokenizer, chat_template)
-        self._default_params = _read_default_params(pathlib.Path(target.path))
+        self.generation_config = _read_generation_config(pathlib.Path(target.path))
+        self._default_params = SamplingParams(**self.generation_config)
         drafter, drafter_params = generate.named_drafter(
             speculation.drafter,
             target,
@@ -197,7 +203,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_gib=_kv_cache_gib(kv_cache_gib, kv_cache_memory_bytes),
             enable_prefix_caching=_flag("enable_prefix_caching", enable_prefix_caching, True),
-            seconds_per_call=generate.SECONDS_PER_CALL,
+            seconds_per_call=seconds_per_call,
         )
         self._num_requests = itertools.count()
 
@@ -357,9 +363,9 @@ class LLM:
             raise SpecJAXError(f"{name}: expected SamplingParams, got {params!r}")
         for field in ("logprobs", "prompt_logprobs"):
             number = getattr(params, field)
-            if number is not None and number > self._max_logprobs:
+            if number is not None and number > self.max_logprobs:
                 raise SpecJAXError(
-                    f"{name}: {field} must be at most max_logprobs={self._max_logprobs}, got "
+                    f"{name}: {field} must be at most max_logprobs={self.max_logprobs}, got "
                     f"{number}"
                 )
         count = next(self._num_requests)
@@ -536,24 +542,25 @@ def _with_texts(
     return dataclasses.replace(target, tokenizer=found)
 
 
-def _read_default_params(folder: pathlib.Path) -> SamplingParams:
-    """Returns the parameters in a model's generation_config.json.
+def _read_generation_config(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the parameters in a model's generation_config.json, by our names.
 
     Raises:
       SpecJAXError: for values that are not allowed, naming the file.
     """
     path = folder / "generation_config.json"
     if not files.exists(path):
-        return SamplingParams()
+        return {}
     fields = files.read_json(path)
     found = {}
     for field, name in GENERATION_FIELDS.items():
         if fields.get(field) is not None:
             found[name] = fields[field]
     try:
-        return SamplingParams(**found)
+        SamplingParams(**found)
     except SpecJAXError as error:
         raise SpecJAXError(f"{path}: {error}") from error
+    return found
 
 
 # --- Calls ----------------------------------------------------------------------------------------

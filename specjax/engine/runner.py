@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,8 @@ TOP_BUCKETS = (0, 5, 20)
 # Rounds in programs with far too many rows, before one with fewer is compiled. Each of them costs a
 # CPU about a tenth of a second more than it need, and a GPU next to nothing.
 CPU_OVERSIZED_ROUNDS, GPU_OVERSIZED_ROUNDS = 128, 4096
+# on_program(what was compiled, seconds, number of programs)
+OnProgram = Callable[[str, float, int], None]
 ADMISSION_ROWS = 4  # rows of a replica that one call of `admit` can fill
 
 
@@ -76,6 +78,14 @@ class Variant(NamedTuple):
     is_greedy: bool
     has_processors: bool = False
     logprobs: int | None = None
+
+    @property
+    def description(self) -> str:
+        """In words, for the progress of `Runner.warm_up`."""
+        kind = "greedy" if self.is_greedy else "sampled"
+        if self.has_processors:
+            kind = "with processors"
+        return f"rounds of {self.num_rows} rows, {kind}"
 
 
 class Call(NamedTuple):
@@ -369,26 +379,36 @@ class Runner:
         """Drops programs that are not compiled yet."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def warm_up(self, variants: list[Variant], later: Sequence[Variant] = ()) -> None:
+    def warm_up(
+        self,
+        variants: list[Variant],
+        later: Sequence[Variant] = (),
+        on_program: OnProgram | None = None,
+    ) -> None:
         """Compiles what the calls of some variants need, several programs at a time.
 
         Args:
           variants: they are compiled when this returns.
           later: compiled one by one behind the calls that follow, and used once they are there.
             Until then, rows run in programs with more rows.
+          on_program: called when one of `variants`, or a program that reads prompts, is compiled.
         """
         start = time.perf_counter()
         if any(variant.has_processors for variant in (*variants, *later)):
             self._start_processors()
         self._admit([])
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiling = []
+            names = {}
             for size in self._chunk_sizes:
-                compiling.append(pool.submit(self._lower_prefill(size).compile))
+                program = self._lower_prefill(size)
+                names[pool.submit(_seconds_of, program.compile)] = f"prompts, {size} tokens"
             for variant in variants:
-                compiling.append(pool.submit(self._lower(variant).compile))
-        for future in compiling:
-            future.result()  # raises what went wrong
+                program = self._lower(variant)
+                names[pool.submit(_seconds_of, program.compile)] = variant.description
+            for future in concurrent.futures.as_completed(names):
+                seconds = future.result()  # raises what went wrong
+                if on_program:
+                    on_program(names[future], seconds, len(names))
         # A call with the same types of arguments finds what was compiled.
         self._compiled.update(variants)
         self.compile_seconds += time.perf_counter() - start
@@ -454,6 +474,13 @@ class Runner:
 def _host_arrays_allowed():
     """A context for calls whose arguments are arrays of the host, also where transfers are not."""
     return jax.transfer_guard_host_to_device("allow")
+
+
+def _seconds_of(function: Callable[[], Any]) -> float:
+    """Calls a function, and returns how long it took."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def _top_bucket(num_top: int) -> int:

@@ -1,0 +1,1 @@
+"""`specjax serve`: an HTTP server with OpenAI's API, around the engine."""
