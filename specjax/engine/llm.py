@@ -232,8 +232,9 @@ class LLM:
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -243,6 +244,7 @@ class LLM:
         Args:
           messages: a list of {"role": ..., "content": ...}, or a list of such lists.
           sampling_params, use_tqdm: see `generate`.
+          chat_template: a Jinja template, or the path of one, instead of the model's.
           add_generation_prompt: begin the assistant's answer.
           continue_final_message: continue the last message; requires
             `add_generation_prompt=False`.
@@ -257,6 +259,7 @@ class LLM:
             raise SpecJAXError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
         is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
         self._require_tokenizer("chat")
+        target = _with_texts(self.target, None, chat_template)
         requests = []
         for i, conversation in enumerate([messages] if is_single else messages):
             name = f"conversation {i}"
@@ -265,7 +268,7 @@ class LLM:
                     f"{name} must be a list of at least one message, got {conversation!r}"
                 )
             text, ids = batch.encode_chat(
-                self.target,
+                target,
                 conversation,
                 name,
                 add_generation_prompt=add_generation_prompt,
