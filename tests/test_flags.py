@@ -56,6 +56,63 @@ class TestNames:
         assert "predicted, K = 3" in outcome.out
 
 
+class TestAliases:
+    """Names of vLLM."""
+
+    def test_model_is_target(self, command):
+        assert command("plan", PLAN.replace("--target", "--model")) == command("plan", PLAN)
+
+    @pytest.mark.parametrize("name", ["generate", "plan", "bench decode"])
+    def test_both_names_are_an_error(self, command, tmp_path, name):
+        flagfile = write_lines(tmp_path / "a.flags", PLAN)
+        check_refused(
+            command(*name.split(), f"--flagfile={flagfile}", "--model=x"),
+            "--model and --target are the same flag; give one of them",
+        )
+
+    @pytest.mark.parametrize("model", ["ngram", "{folder}"])
+    def test_speculative_model_is_a_drafter_or_a_draft(self, command, folder, tmp_path, model):
+        model = model.format(folder=folder)
+        long = [f"--drafter={model}"]
+        if model == str(folder):
+            long = ["--drafter=draft_model", f"--draft={model}"]
+        texts = []
+        for i, words in enumerate((long, [f"--speculative_model={model}"])):
+            output = tmp_path / f"{i}.jsonl"
+            rest = ["--prompt=hello", "--max_new_tokens=9", f"--output={output}", *words]
+            assert command("generate", f"--target={folder}", *rest).code == 0
+            texts.append(output.read_text())
+        assert texts[0] == texts[1]
+        assert any(a_round["drafted"] for a_round in json.loads(texts[0])["rounds"])
+
+    def test_no_speculative_model(self, command, folder):
+        rest = ["--prompt=hello", "--max_new_tokens=2", "--speculative_model=none"]
+        outcome = command("generate", f"--target={folder}", *rest)
+        assert (outcome.code, outcome.err) == (0, "")
+
+    def test_speculative_model_excludes_what_it_replaces(self, command, folder):
+        model = f"--target={folder}"
+        for name, value in (("drafter", "ngram"), ("draft", folder)):
+            check_refused(
+                command(
+                    "generate", model, "--prompt=a", "--speculative_model=x", f"--{name}={value}"
+                ),
+                f"--speculative_model and --{name} exclude each other; give one of them",
+            )
+        check_refused(
+            command("plan", PLAN, "--speculative_model=x", "--draft=x"),
+            "--speculative_model and --draft exclude each other",
+        )
+
+    def test_a_plan_for_a_drafter(self, command):
+        expected = command("plan", PLAN)
+        assert command("plan", PLAN, "--speculative_model=ngram") == expected
+        check_refused(
+            command("plan", PLAN, "--speculative_model=ngram,eagle"),
+            "--speculative_model=ngram,eagle: give the draft model, or a drafter that needs none",
+        )
+
+
 class TestFlagFiles:
     def test_flags_of_other_commands_are_skipped_and_listed(self, command, tmp_path):
         flagfile = write_lines(
@@ -186,9 +243,9 @@ class TestHome:
         [
             ("convert --source=~/no --output=~/new", "no"),
             ("export --source=~/no --output=~/new", "no"),
-            ("plan --target=~/no", "no/config.json"),
+            ("plan --target=~/no", "no"),
             ("demo --target=~/no", "no"),
-            ("bench gpu --target=~/no --output=~/new", "no/config.json"),
+            ("bench gpu --target=~/no --output=~/new", "no"),
             ("bench baselines --target=~/no", "no"),
             ("bench baselines --target=x --prompts_file=~/no", "no"),
             ("bench decode --target=x --output=~/no/new", "no/new"),

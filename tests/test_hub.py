@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import sys
 
 import huggingface_hub
+import jax
 import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
 import specjax
-from specjax.engine import hub
+from specjax.checkpoints_convert import eagle as eagle_format
+from specjax.engine import hub, load
 from specjax.errors import SpecJAXError
+from specjax.train import eagle as eagle_training
 from support import folders
+from support.cli import check_refused
 
 NAME = "some-org/Tiny.Llama-1B"
 COMMIT, OTHER_COMMIT = "0123456789abcdef" * 2 + "01234567", "f" * 40
@@ -201,3 +206,102 @@ def test_a_failed_download_says_why(downloads, error, message):
         hub.resolve(NAME, "v1")
     assert str(caught.value).startswith(f"{NAME} is neither a local path nor in the Hugging Face")
     assert "\n" not in str(caught.value)
+
+
+# --- Names in place of paths ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A model in the cache, which is all that there is."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return write_cache(tmp_path / "cache")
+
+
+def write_head(cache: pathlib.Path, target) -> pathlib.Path:
+    """Puts the EAGLE head org/head into the cache."""
+    repository = cache / "models--org--head"
+    for name in ("refs", "snapshots"):
+        (repository / name).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    folder = repository / "snapshots" / COMMIT
+    config = eagle_training.make_config(target.config)
+    params = eagle_training.initial_params(config, target.params, jax.random.key(0))
+    eagle_format.save(folder, config, params, None)
+    return folder
+
+
+def test_functions_that_take_paths_take_names(cached, tmp_path):
+    target = specjax.load(NAME)
+    assert target.path == str(cached)
+    assert load.open_source(NAME).config == load.read_model_config(NAME) == target.config
+    assert specjax.load_drafter("draft_model", NAME, target).path == str(cached)
+    head = write_head(tmp_path / "cache", target)
+    assert specjax.load_drafter("eagle", "org/head", target).path == str(head)
+    load.convert(NAME, tmp_path / "ours")
+    assert specjax.load(tmp_path / "ours").config == target.config
+
+
+@pytest.mark.parametrize("flag", ["target", "model"])
+def test_commands_take_names(cached, command, tmp_path, flag):
+    output = tmp_path / "out.jsonl"
+    outcome = command(
+        "generate",
+        f"--{flag}={NAME}",
+        f"--speculative_model={NAME}",
+        "--num_speculative_tokens=2",
+        "--prompt=hello",
+        "--max_new_tokens=3",
+        f"--output={output}",
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    assert any(a_round["drafted"] for a_round in json.loads(output.read_text())["rounds"])
+    outcome = command("plan", f"--{flag}={NAME}", f"--speculative_model={NAME}")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "draft" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "generate --prompt=a --target={name}",
+        "generate --prompt=a --target={good} --drafter=draft_model --draft={name}",
+        "generate --prompt=a --target={good} --drafter=eagle --draft={name}",
+        "generate --prompt=a --target={good} --speculative_model={name}",
+        "bench decode --target={name}",
+        "bench gpu --target={name} --output={new}",
+        "plan --target={name}",
+        "plan --target={good} --draft={name}",
+        "train --target={name} --data=x --steps=1 --output={new}",
+        "train --target={good} --data=x --steps=1 --output={new} --draft={name}",
+        "train --target={good} --data=x --steps=1 --output={new} --drafter=draft_model "
+        "--draft_config={name}",
+        "convert --source={name} --output={new}",
+        "export --source={name} --output={new}",
+        "demo --target={name}",
+    ],
+)
+def test_commands_refuse_names_that_nobody_has(cached, command, tmp_path, line):
+    words = line.format(name="some-org/other", good=NAME, new=tmp_path / "new").split()
+    check_refused(command(*words), "some-org/other is neither a local path nor in the Hugging Face")
+    assert not (tmp_path / "new").exists()
+
+
+def test_convert_takes_a_name(cached, command, tmp_path):
+    outcome = command("convert", f"--source={NAME}", f"--output={tmp_path / 'ours'}")
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_plan_downloads_the_configuration_alone(tmp_path, monkeypatch, downloads, command):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = write_cache(tmp_path / "other")
+    (snapshot / "model.safetensors").unlink()
+    calls, outcomes = downloads
+    outcomes.append(snapshot)
+    assert command("plan", f"--target={NAME}").code == 0
+    [(_, options)] = calls
+    assert options["allow_patterns"] == ["config.json"]
+    write_cache(tmp_path / "cache").joinpath("model.safetensors").unlink()
+    assert command("plan", f"--target={NAME}").code == 0
+    assert len(calls) == 1, "config.json is in the cache"

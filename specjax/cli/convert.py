@@ -22,7 +22,10 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """Defines the flags of `specjax convert`."""
     common_flags.define_path(
-        "source", None, "Hugging Face Llama folder, or .gguf file.", required=True
+        "source",
+        None,
+        "Hugging Face Llama folder or repository, or .gguf file.",
+        required=True,
     )
     common_flags.define_path(
         "output", None, "Checkpoint folder to write; it must not exist.", required=True

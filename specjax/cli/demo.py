@@ -27,7 +27,9 @@ Runs = dict[str, list[Generation]]
 
 def define_flags() -> None:
     """Defines the flags of `specjax demo`."""
-    common_flags.define_target("A chat model: a SpecJAX checkpoint or a Hugging Face folder.")
+    common_flags.define_target(
+        "A chat model: a SpecJAX checkpoint, or a Hugging Face folder or repository."
+    )
     flags.DEFINE_integer("max_new_tokens", 112, "Most tokens to generate per prompt.")
 
 

@@ -20,13 +20,20 @@ from specjax.cli.processes import DEFAULT_TIMEOUT, Processes
 from specjax.drafters import registry
 from specjax.dtypes import DTYPES
 from specjax.engine import generate as generation
+from specjax.engine import speculative
 from specjax.errors import SpecJAXError
 from specjax.kernels import dispatch
 from specjax.report.provenance import Invocation
 from specjax.verify import METHODS
 
 FLAGS = flags.FLAGS
-TARGET_HELP = "The model: a SpecJAX checkpoint or a Hugging Face Llama folder."
+TARGET_HELP = (
+    "The model: a SpecJAX checkpoint, a Hugging Face Llama folder, or the name of a Hugging Face "
+    "repository, such as meta-llama/Llama-3.2-1B-Instruct, which is downloaded if it is not in the "
+    "cache."
+)
+# vLLM's names of flags. The values of both are the same.
+ALIASES = {"model": "target"}
 
 # Flags that the functions below define belong to the command that calls them.
 flags.disclaim_key_flags()
@@ -91,8 +98,10 @@ def define_paths(name: str, text: str) -> None:
 
 
 def define_target(text: str = TARGET_HELP) -> None:
-    """Defines --target."""
+    """Defines --target, and its alias --model."""
     define_path("target", None, text, required=True)
+    for alias, name in ALIASES.items():
+        flags.DEFINE_alias(alias, name)
 
 
 def define_decoding_flags(
@@ -119,9 +128,15 @@ def define_decoding_flags(
     define_path(
         "draft",
         None,
-        "For --drafter=draft_model the draft model: a checkpoint or Hugging Face folder. For "
-        "--drafter=eagle the folder of an EAGLE head (see specjax train); by default the head that "
-        "is bundled for the target.",
+        "For --drafter=draft_model the draft model, as for --target. For --drafter=eagle the "
+        "folder of an EAGLE head (see specjax train); by default the head that is bundled for the "
+        "target.",
+    )
+    define_path(
+        "speculative_model",
+        None,
+        "Instead of --drafter and --draft: the name of a drafter; or a draft model or EAGLE head, "
+        "from which the drafter follows.",
     )
     if draft_length:
         flags.DEFINE_integer(
@@ -229,12 +244,18 @@ def _check_drafters(names: str | list[str]) -> bool:
 
 def decoding() -> Decoding:
     """Reads the flags of `define_decoding_flags`."""
-    several = FLAGS.drafter if isinstance(FLAGS.drafter, list) else [FLAGS.drafter]
+    drafters = FLAGS.drafter if isinstance(FLAGS.drafter, list) else [FLAGS.drafter]
+    draft = FLAGS.draft
+    if FLAGS.speculative_model is not None:
+        for name in ("drafter", "draft"):
+            check_exclusive("speculative_model", name)
+        found = speculative.from_model(FLAGS.speculative_model)
+        drafters, draft = [found.drafter], found.draft
     has_length = "num_speculative_tokens" in FLAGS
     return Decoding(
         target=FLAGS.target,
-        drafters=tuple(several),
-        draft=FLAGS.draft,
+        drafters=tuple(drafters),
+        draft=draft,
         num_speculative_tokens=FLAGS.num_speculative_tokens if has_length else None,
         drafter_options=_drafter_options(FLAGS.drafter_options),
         verify=FLAGS.verify,
@@ -244,6 +265,13 @@ def decoding() -> Decoding:
         degrees=mesh_degrees(),
         processes=Processes(*(getattr(FLAGS, name) for name in Processes._fields)),
     )
+
+
+def check_exclusive(*names: str) -> None:
+    """Raises SpecJAXError if several of these flags were given."""
+    given = [f"--{name}" for name in names if FLAGS[name].present]
+    if len(given) > 1:
+        raise SpecJAXError(f"{' and '.join(given)} exclude each other; give one of them")
 
 
 def mesh_degrees() -> tuple[int, int, int]:
@@ -267,15 +295,19 @@ def read(kind: type, **others: Any) -> Any:
 
 def given(module: str) -> frozenset[str]:
     """Reads which flags of the command in `module` were given."""
-    of_command = FLAGS.get_key_flags_for_module(module)
-    return frozenset(flag.name for flag in of_command if flag.present)
+    return frozenset(flag.name for flag in _flags_of_command(module) if flag.present)
 
 
 def invocation(module: str) -> Invocation:
     """Reads all flags of the command in `module`."""
-    of_command = FLAGS.get_key_flags_for_module(module)
+    of_command = _flags_of_command(module)
     given = [flag.serialize() for flag in of_command if flag.present]
     return Invocation(given, {flag.name: flag.value for flag in of_command})
+
+
+def _flags_of_command(module: str) -> list[flags.Flag]:
+    of_command = FLAGS.get_key_flags_for_module(module)
+    return [flag for flag in of_command if flag.name not in ALIASES]
 
 
 def numbers(name: str, values: Sequence[str], kind: type = float) -> list:
@@ -371,6 +403,9 @@ def parse(
     modules[command]().define_flags()
     kept = [item.text for item in expanded if item not in unknown]
     rest = FLAGS([command, *kept])[1:]
+    for alias, name in ALIASES.items():
+        if alias in FLAGS and FLAGS[name].present > FLAGS[alias].present > 0:
+            raise SpecJAXError(f"--{alias} and --{name} are the same flag; give one of them")
     if rest:
         raise SpecJAXError(f"{rest[0]!r} is not a flag; flags look like --name=value")
     return skipped

@@ -7,9 +7,10 @@ from rich.console import Console
 
 from specjax.bench import plan
 from specjax.cli import flags as common_flags
+from specjax.drafters import registry
 from specjax.dtypes import DTYPES
 from specjax.engine import generate as generation
-from specjax.engine import load
+from specjax.engine import load, speculative
 from specjax.errors import SpecJAXError
 
 FLAGS = flags.FLAGS
@@ -24,9 +25,16 @@ COUNTS = {
 
 def define_flags() -> None:
     """Defines the flags of `specjax plan`."""
-    common_flags.define_target("The model: a checkpoint, or any folder with its config.json.")
+    common_flags.define_target(
+        "The model: a checkpoint, any folder with its config.json, or a Hugging Face repository."
+    )
     common_flags.define_path(
         "draft", None, "The draft model, likewise; without one, drafts are assumed to cost nothing."
+    )
+    common_flags.define_path(
+        "speculative_model",
+        None,
+        "Instead of --draft: the draft model, or the name of a drafter that needs none.",
     )
     flags.DEFINE_enum("gpu", "h100-80gb", list(plan.GPUS), "GPU to plan for.")
     for name, (default, text) in COUNTS.items():
@@ -60,7 +68,8 @@ def main(argv: list[str]) -> None:
     workload = common_flags.read(plan.Workload, dtype=DTYPES[FLAGS.dtype])
     rates = _read_rates(FLAGS.acceptance)
     target = load.read_model_config(FLAGS.target)
-    draft = load.read_model_config(FLAGS.draft) if FLAGS.draft else None
+    draft_path = _draft_path(FLAGS.draft, FLAGS.speculative_model)
+    draft = load.read_model_config(draft_path) if draft_path else None
     made = plan.make(target, draft, plan.GPUS[FLAGS.gpu], workload)
     num_gpus = FLAGS.data_parallel * FLAGS.tensor_parallel
     console = Console(highlight=False)
@@ -72,6 +81,21 @@ def main(argv: list[str]) -> None:
     print("The roofline is the longer of the two, without launches, all-reduces and sampling.\n")
     console.print(plan.speedup_table(made, rates), end="\n\n")
     print(plan.explanation(made))
+
+
+def _draft_path(draft: str | None, speculative_model: str | None) -> str | None:
+    """The draft model of the flags of these names; None if drafts cost nothing."""
+    if speculative_model is None:
+        return draft
+    common_flags.check_exclusive("speculative_model", "draft")
+    if not speculative.is_drafter(speculative_model):
+        return speculative_model
+    if any(registry.draft_config_types(speculative_model)):
+        raise SpecJAXError(
+            f"--speculative_model={speculative_model}: give the draft model, or a drafter that "
+            "needs none"
+        )
+    return None
 
 
 def _read_rates(items: list[str]) -> list[float]:

@@ -317,7 +317,8 @@ def _start(options: Options) -> Start:
         given = ",".join(options.aux_layers)
         raise SpecJAXError(f"--aux_layers must be numbers of layers, got {given}") from None
     config = load.read_model_config(options.draft_config) if options.draft_config else None
-    return Start(options.draft, config, aux_layers, options.num_draft_tokens)
+    draft = load.resolve_draft(options.draft)
+    return Start(draft and str(draft), config, aux_layers, options.num_draft_tokens)
 
 
 def _objective(options: Options, reader: CheckpointReader, start: Start) -> Objective:

@@ -14,8 +14,9 @@ REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
 DEFAULT_REVISION = "main"
 # What is read of a repository. In patterns of huggingface_hub `*` stands for folders too.
+CONFIG = "config.json"
 DOWNLOADED = (
-    "config.json",
+    CONFIG,
     "generation_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
@@ -33,7 +34,9 @@ _ADVICE = (
 )
 
 
-def resolve(name: str | os.PathLike, revision: str | None = None) -> pathlib.Path:
+def resolve(
+    name: str | os.PathLike, revision: str | None = None, *, has_weights: bool = True
+) -> pathlib.Path:
     """Returns the local folder or file of a model.
 
     Args:
@@ -42,6 +45,7 @@ def resolve(name: str | os.PathLike, revision: str | None = None) -> pathlib.Pat
         up in the local cache, where nothing is asked of the network, and downloaded if it is not
         there, with progress on stderr.
       revision: branch, tag or commit of the repository; "main" by default.
+      has_weights: if False, config.json is enough, and nothing else is downloaded.
 
     Raises:
       SpecJAXError: if there is no such path, and the repository is not in the cache and cannot be
@@ -57,19 +61,20 @@ def resolve(name: str | os.PathLike, revision: str | None = None) -> pathlib.Pat
                 "path"
             )
         return path
-    name = os.fspath(name)
+    name = os.path.expanduser(name)
     if not REPOSITORY.fullmatch(name) or name.endswith(".gguf"):
         raise SpecJAXError(f"{name} does not exist; {_ADVICE}")
     revision = DEFAULT_REVISION if revision is None else revision
     cache = cache_folder()
     cached = _find(cache, name, revision)
-    missing = [] if cached is None else _missing_files(cached)
+    missing = [] if cached is None else _missing_files(cached, has_weights)
     if cached is not None and not missing:
         return cached
     tried = f"{name} is neither a local path nor in the Hugging Face cache {cache}"
     if cached is not None:
         tried = f"{name} is incomplete in the Hugging Face cache {cache}, without {missing[0]}"
-    return _download(name, revision, cache, tried)
+    patterns = DOWNLOADED if has_weights else (CONFIG,)
+    return _download(name, revision, cache, patterns, tried)
 
 
 def cache_folder() -> pathlib.Path:
@@ -95,14 +100,14 @@ def _find(cache: pathlib.Path, name: str, revision: str) -> pathlib.Path | None:
     return folder if folder.is_dir() else None
 
 
-def _missing_files(folder: pathlib.Path) -> list[str]:
+def _missing_files(folder: pathlib.Path, has_weights: bool) -> list[str]:
     """Returns the files that a folder lacks where its download was interrupted."""
-    names = ["config.json"]
+    names = [CONFIG]
     has_index = not (folder / hf.SINGLE).exists() and (folder / hf.INDEX).exists()
-    if has_index:
+    if has_weights and has_index:
         weight_map = files.read_json(folder / hf.INDEX).get("weight_map") or {}
         names += sorted(set(map(str, weight_map.values())))
-    elif not any(folder.glob("*.safetensors")) and not (folder / "params").exists():
+    elif has_weights and not any(folder.glob("*.safetensors")) and not (folder / "params").exists():
         names.append(hf.SINGLE)
     return [name for name in names if not (folder / name).exists()]
 
@@ -112,13 +117,16 @@ def _is_offline() -> bool:
     return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _download(name: str, revision: str, cache: pathlib.Path, tried: str) -> pathlib.Path:
+def _download(
+    name: str, revision: str, cache: pathlib.Path, patterns: tuple[str, ...], tried: str
+) -> pathlib.Path:
     """Downloads what is read of a repository into the cache, and returns its folder there.
 
     Args:
       name: of the repository.
       revision: branch, tag or commit.
       cache: the cache.
+      patterns: of the files.
       tried: what the message of an error begins with.
     """
     if "/" not in name:
@@ -137,7 +145,7 @@ def _download(name: str, revision: str, cache: pathlib.Path, tried: str) -> path
             name,
             revision=revision,
             cache_dir=cache,
-            allow_patterns=list(DOWNLOADED),
+            allow_patterns=list(patterns),
             ignore_patterns=list(NOT_DOWNLOADED),
         )
     except Exception as error:  # of the hub, of HTTP, of files: all mean that there is no model

@@ -31,6 +31,7 @@ from specjax.checkpoints_convert import gguf, hf, orbax, table
 from specjax.config import LlamaConfig, Runtime
 from specjax.devices import check_platform
 from specjax.drafters import registry
+from specjax.engine import hub
 from specjax.errors import SpecJAXError, SpecJAXWarning
 from specjax.tokenizer import Tokenizer
 
@@ -101,12 +102,13 @@ class LoadedDraft(Protocol):
 def open_source(path: str | os.PathLike) -> table.CheckpointReader:
     """Checks a checkpoint of any format by its headers, without reading its data.
 
+    Args:
+      path: a folder or file, or the name of a Hugging Face repository, see `hub.resolve`.
+
     Raises:
       SpecJAXError: for a checkpoint that cannot be used, naming the file or tensor at fault.
     """
-    source = files.expand(path)
-    if not files.exists(source):
-        raise SpecJAXError(f"{source} does not exist")
+    source = hub.resolve(path)
     if source.is_file() and source.suffix == ".gguf":
         return gguf.open_file(source)
     if not source.is_dir():
@@ -125,10 +127,13 @@ def open_source(path: str | os.PathLike) -> table.CheckpointReader:
 def read_model_config(path: str | os.PathLike) -> LlamaConfig:
     """Returns the configuration of a checkpoint or Hugging Face folder; weights are not needed.
 
+    Args:
+      path: a folder, or the name of a Hugging Face repository, of which only this is downloaded.
+
     Raises:
       SpecJAXError: for a folder without a configuration that can be used.
     """
-    folder = files.expand(path)
+    folder = hub.resolve(path, has_weights=False)
     fields = files.read_json(folder / "config.json")
     if not orbax.is_checkpoint(fields):
         return hf.read_config(folder)
@@ -145,7 +150,7 @@ def load(
 
     Args:
       path: a folder written by `convert`, or a Hugging Face Llama folder (config.json and
-        safetensors).
+        safetensors); or the name of a Hugging Face repository, see `hub.resolve`.
       dtype: float32, float16 or bfloat16, to cast every parameter to. By default float32 on a CPU,
         whose bfloat16 matmul is slow, and the stored dtype elsewhere.
       mesh: from `parallel.make_mesh`; by default everything is on the default device.
@@ -159,7 +164,7 @@ def load(
     check_platform()
     if role not in parallel.RULES:
         raise SpecJAXError(f"unknown role {role!r}; choose from {', '.join(parallel.RULES)}")
-    source = files.expand(path)
+    source = hub.resolve(path)
     if source.suffix == ".gguf" and source.is_file():
         raise SpecJAXError(
             f"{path} is a GGUF file; convert it first: specjax convert --source={path} --output=DIR"
@@ -310,7 +315,8 @@ def load_drafter(name: str, path: str | os.PathLike | None, target: Model) -> Lo
 
     Args:
       name: name of the drafter, or several separated by commas, see `specjax.generate`.
-      path: checkpoint of the draft; None for the one bundled for this target, if there is one.
+      path: checkpoint of the draft, see `load`; None for the one bundled for this target, if there
+        is one.
       target: the model that it drafts for.
 
     Returns:
@@ -328,7 +334,7 @@ def load_drafter(name: str, path: str | os.PathLike | None, target: Model) -> Lo
         return load(path, dtype=target.dtype, mesh=target.mesh, role="draft")
     draft_format = importlib.import_module(module.FORMAT)
     return draft_format.load(
-        path, target.config, target.params, dtype=target.dtype, mesh=target.mesh
+        resolve_draft(path), target.config, target.params, dtype=target.dtype, mesh=target.mesh
     )
 
 
@@ -354,13 +360,18 @@ def check_drafter(
             raise SpecJAXError(f"the drafter {name!r} uses no draft, got {path}")
         return
     if module.FORMAT is not None:
-        importlib.import_module(module.FORMAT).check(path, target.config, mesh)
+        importlib.import_module(module.FORMAT).check(resolve_draft(path), target.config, mesh)
         return
     if path is None:
         raise SpecJAXError(f"the drafter {name!r} requires the path of a draft model, got None")
     draft = open_source(path)
     parallel.check_shardable(draft.config, parallel.degree(mesh, "draft"), "draft")
     check_same_vocabulary(target, draft)
+
+
+def resolve_draft(path: str | os.PathLike | None) -> pathlib.Path | None:
+    """Returns the local folder of a draft, see `hub.resolve`; None for the bundled one."""
+    return None if path is None else hub.resolve(path)
 
 
 def _draft_module(name: str) -> ModuleType | None:

@@ -84,7 +84,7 @@ def from_model(
                 raise SpecJAXError(f"{name} is {value!r}, but no speculative model is given")
         return SpeculativeConfig()
     drafter, draft = model, None
-    if not _is_drafter(model):
+    if not is_drafter(model):
         draft = _resolve(model, revision)
         drafter = load.find_drafter(draft)
     elif revision is not None:
@@ -136,7 +136,8 @@ def from_dict(fields: Mapping[str, Any]) -> SpeculativeConfig:
     return dataclasses.replace(config, options=options, verify=_verify(fields))
 
 
-def _is_drafter(name: Any) -> bool:
+def is_drafter(name: Any) -> bool:
+    """Returns whether a speculative model is the name of a drafter, or of several."""
     parts = name.split(",") if isinstance(name, str) else ()
     return any(part in registry.names() for part in parts)
 
