@@ -46,7 +46,7 @@ def open_file(path: pathlib.Path) -> table.CheckpointReader:
         eos_ids = gguf_tokenizer.end_of_generation_ids(header.metadata)
         eos_ids = table.reachable_eos_ids(eos_ids, config, tokenizer, path)
     read_parameters = functools.partial(table.read_parameters, source, config)
-    return table.CheckpointReader(config, source.dtype, read_parameters, tokenizer, eos_ids)
+    return table.CheckpointReader(config, source.dtype, read_parameters, tokenizer, eos_ids, {})
 
 
 def read_config(header: GGUFHeader) -> LlamaConfig:

@@ -21,6 +21,7 @@ from specjax.errors import SpecJAXError
 from specjax.files import parsing, read_json, write_json, writing
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that older checkpoints store
 
@@ -38,7 +39,10 @@ def open_folder(folder: pathlib.Path) -> table.CheckpointReader:
     eos_ids = table.reachable_eos_ids(read_eos_ids(folder, tokenizer), config, tokenizer, folder)
     dtype = dtypes.widest(info.dtype for info in source.tensors.values())
     read_parameters = functools.partial(table.read_parameters, source, config)
-    return table.CheckpointReader(config, dtype, read_parameters, tokenizer, eos_ids)
+    path = folder / GENERATION
+    generation = read_json(path) if files.exists(path) else {}
+    generation.pop("eos_token_id", None)  # among eos_ids
+    return table.CheckpointReader(config, dtype, read_parameters, tokenizer, eos_ids, generation)
 
 
 def read_config(folder: pathlib.Path) -> LlamaConfig:
@@ -131,7 +135,7 @@ def read_eos_ids(folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer | None
     ids = set()
     if tokenizer is not None and tokenizer.eos_id is not None:
         ids.add(tokenizer.eos_id)
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", GENERATION):
         path = folder / name
         value = read_json(path).get("eos_token_id") if files.exists(path) else None
         if value is None:
@@ -315,7 +319,7 @@ def _write_configuration(folder: pathlib.Path, reader: table.CheckpointReader, d
         "eos_token_id": list(reader.eos_ids) or None,
     }
     write_json(folder / "config.json", config_fields(reader.config, dtype) | ids)
-    write_json(folder / "generation_config.json", ids)
+    write_json(folder / GENERATION, reader.generation | ids)
     if tokenizer is None:
         return
     tokenizer.save(folder)

@@ -2,7 +2,7 @@
 
     config.json                 format and version, the model, dtype, EOS ids, special tokens, and
                                 the size of every file in params/
-    tokenizer.json, chat_template.jinja   if the model has them
+    tokenizer.json, chat_template.jinja, generation_config.json   if the model has them
     params/embed_VD  params/layers/000 ...  params/final_norm_D  params/lm_head_VD
 
 An item is what `orbax.checkpoint.PyTreeCheckpointer` saves and restores. There is one per layer, so
@@ -33,6 +33,7 @@ from specjax.errors import SpecJAXError
 from specjax.files import exists, one_line, parsing, read_json, read_text, write_json, writing
 
 FORMAT, VERSION = "specjax", 1
+GENERATION = "generation_config.json"
 MAX_CHUNKS, CHUNK_BYTES = 64, 2**20  # most chunks of an array, and the least size of one
 
 
@@ -141,6 +142,8 @@ def write_folder(
     tokenizer = reader.tokenizer
     if tokenizer is not None:
         tokenizer.save(folder)
+    if reader.generation:
+        write_json(folder / GENERATION, reader.generation)
     fields = {
         "format": FORMAT,
         "version": VERSION,
@@ -187,7 +190,9 @@ def open_folder(folder: pathlib.Path) -> table.CheckpointReader:
         tokenizer = _read_tokenizer(folder, special_tokens)
     eos_ids = table.reachable_eos_ids(eos_ids, config, tokenizer, path)
     read_parameters = functools.partial(_read_parameters, folder / "params", config)
-    return table.CheckpointReader(config, dtype, read_parameters, tokenizer, eos_ids)
+    path = folder / GENERATION
+    generation = read_json(path) if exists(path) else {}
+    return table.CheckpointReader(config, dtype, read_parameters, tokenizer, eos_ids, generation)
 
 
 def _check_files(folder: pathlib.Path, config: LlamaConfig, expected_sizes: dict[str, int]) -> None:

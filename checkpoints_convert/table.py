@@ -69,6 +69,7 @@ class CheckpointReader(NamedTuple):
         arrays. The iterator holds at most one parameter, or one layer, in host memory.
       tokenizer: None if the checkpoint has none.
       eos_ids: sorted ids that end a sequence.
+      generation: fields of generation_config.json, such as a temperature, without those ids.
     """
 
     config: LlamaConfig
@@ -76,6 +77,7 @@ class CheckpointReader(NamedTuple):
     parameters: Callable[..., Iterator[tuple[Path, Array]]]
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
+    generation: dict[str, Any]
 
 
 class Part(NamedTuple):

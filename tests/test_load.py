@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import files
+from specjax import LLM, SamplingParams, files
 from specjax.checkpoints_convert import hf, orbax
 from specjax.config import LlamaConfig
 from specjax.engine import load as checkpoint
@@ -62,9 +62,15 @@ def test_round_trip_is_equal_bit_for_bit(tmp_path, variant, dtype, shards):
 
 def test_the_three_folders_load_as_the_same_model(tmp_path):
     source = folders.write_folder(tmp_path / "hf", VARIANTS["biases"], dtype="bfloat16")
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    generation = {"eos_token_id": [3, 5], "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7}
+    (source / "generation_config.json").write_text(json.dumps(generation))
     checkpoint.convert(source, tmp_path / "ours")
     checkpoint.export(tmp_path / "ours", tmp_path / "back")
+    checkpoint.convert(tmp_path / "ours", tmp_path / "again", dtype="float32")
+    for name in ("hf", "ours", "back", "again"):
+        llm = LLM(tmp_path / name, kv_cache_gib=0.01)
+        defaults = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=7)
+        assert (llm.get_default_sampling_params(), llm.target.eos_ids) == (defaults, (1, 3, 5))
     models = [checkpoint.load(tmp_path / name) for name in ("hf", "ours", "back")]
     for model in models[1:]:
         jax.tree.map(np.testing.assert_array_equal, model.params, models[0].params)

@@ -253,7 +253,9 @@ def save(output: str | os.PathLike, model: Model) -> None:
             yield parameter.path, table.cast(array, dtype, name)
 
     dtype = dtypes.dtype_name(model.dtype)
-    reader = table.CheckpointReader(model.config, dtype, parameters, model.tokenizer, model.eos_ids)
+    reader = table.CheckpointReader(
+        model.config, dtype, parameters, model.tokenizer, model.eos_ids, generation={}
+    )
     with files.new_folder(output) as folder:
         orbax.write_folder(folder, reader, dtype)
 
