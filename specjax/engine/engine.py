@@ -218,6 +218,7 @@ class Engine:
             available = budget.available_bytes(
                 self.config, self.num_rows, gpu_memory_utilization, kv_cache_gib
             )
+            available = parallel.least(available, target.mesh)
             page_bytes = budget.bytes_per_page(params, self.config)
             num_pages = available // page_bytes
             if max_model_len is None:
@@ -226,6 +227,9 @@ class Engine:
                 self.config, self.num_rows, self.max_model_len, num_pages, page_bytes
             )
         self.num_pages = num_pages
+        sizes = (page_size, self.num_rows, self.max_model_len, num_pages, self.config.num_tokens)
+        static = (sizes, chunk_sizes, str(target.config), verify, enable_prefix_caching)
+        parallel.check_alike(static, target.mesh)
         replicas = []
         for _ in range(num_replicas):
             pool = PagePool(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
@@ -333,6 +337,8 @@ class Engine:
         return bool(self._clients)
 
     def _begin(self, request: _Request) -> None:
+        if self.target.mesh is not None and self.target.mesh.is_multi_process:
+            request.arrival_time = time.monotonic()  # not by the clock of process 0
         self._requests[request.request_id] = request
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_ids)

@@ -178,8 +178,7 @@ def generate(
         seconds_per_call=SECONDS_PER_CALL if on_tokens is None else SECONDS_PER_CALL_OF_STREAMS,
         chunk_sizes=(batch.prefill_chunk(max(map(len, prompt_ids))),),
     )
-    static = (str(target.config), verify, page_size, engine.config.num_tokens)
-    parallel.check_alike((prompt_ids, [str(p) for p in params], static), target.mesh)
+    parallel.check_alike((prompt_ids, [str(each) for each in params]), target.mesh)
     return _run(engine, prompt_ids, params, _Progress(target.tokenizer, on_tokens, on_completion))
 
 

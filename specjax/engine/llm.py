@@ -20,10 +20,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specjax import devices, files
+from specjax import devices, files, parallel
 from specjax import tokenizer as tokenizer_lib
 from specjax.engine import batch, generate, hub, load, speculative
 from specjax.engine.engine import Engine, EngineStats
@@ -73,6 +74,9 @@ GIB = 2**30
 
 class LLM:
     """A model with an engine that decodes many prompts at once. One thread may use it at a time.
+
+    In a run of several processes (`jax.distributed`) each makes the same calls, and gets the same
+    outputs.
 
     Attributes:
       engine: the engine.
@@ -306,6 +310,8 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         all_params = self._params_of(requests, sampling_params)
+        given = [(request.ids, request.salt) for request in requests]
+        parallel.check_alike((given, [str(each) for each in all_params]), self.target.mesh)
         start = time.perf_counter()
         numbers: dict[str, int] = {}
         outputs: dict[int, RequestOutput] = {}
@@ -596,7 +602,7 @@ class _ProgressBar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
             console=console,
-            disable=not is_shown or not console.is_terminal,
+            disable=not is_shown or not console.is_terminal or jax.process_index() > 0,
         )
         self._task = self._progress.add_task("", total=num_requests, speed="")
         self._outputs: list[RequestOutput] = []
