@@ -260,6 +260,16 @@ def check_alike(values: Any, mesh: Mesh | None) -> None:
         raise SpecJAXError("the processes of this run were not given the same prompts and options")
 
 
+def least(value: int, mesh: Mesh | None) -> int:
+    """Returns the smallest of the values, below 2**62, that the processes of a mesh have."""
+    if mesh is None or not mesh.is_multi_process:
+        return value
+    digits = np.array(divmod(value, 2**31), np.int32)  # JAX may have no wider integers
+    return min(
+        high * 2**31 + low for high, low in multihost_utils.process_allgather(digits).tolist()
+    )
+
+
 def from_first_process(value: Any, mesh: Mesh | None) -> Any:
     """Returns the value of process 0, in every process of a mesh.
 

@@ -15,6 +15,9 @@ from support import xla
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), xla.quick_flags(8)])
 
+# A path that does not exist may be the name of a Hugging Face repository: no test asks the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Compiled programs are kept between runs, one folder for each worker: JAX does not write its files
 # atomically. A program that is read from there still counts as compiled.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import pathlib
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from specjax import parallel
 from specjax.drafters import registry
+from specjax.engine import engine as engine_module
 from specjax.engine import load, programs, runner
 from specjax.engine.engine import Engine
 from specjax.engine.load import Model
@@ -207,6 +209,106 @@ def test_pages_that_are_too_few_for_all_finish_all():
     got = [tokens(output) for output in outputs(engine).values()]
     assert sorted(got) == sorted(alone(prompt, 20) for prompt in prompts)
     assert engine.stats().num_preemptions > 0
+
+
+# --- Exceptions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("program", ["admit_jit", "prefill_jit", "rounds_jit"])
+def test_an_exception_in_a_step_loses_no_request_and_no_page(monkeypatch, program, is_before):
+    """What was planned may not have been done: neither pages nor tokens may be taken for there."""
+    engine = make_engine("draft_model")
+    real, left = getattr(programs, program), [2]
+
+    def fails_at_its_second_call(*arguments):
+        left[0] -= 1
+        if left[0] == 0 and is_before:
+            raise KeyboardInterrupt
+        result = real(*arguments)
+        if left[0] == 0:
+            raise KeyboardInterrupt  # and its donated arguments are gone
+        return result
+
+    monkeypatch.setattr(programs, program, fails_at_its_second_call)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for i in range(6):
+        engine.submit([*SHARED[:17], i], params, request_id=str(i))
+    found, failures = {}, 0
+    while engine.has_unfinished:
+        try:
+            for output in engine.step():
+                found[int(output.request_id)] = tokens(output)
+        except KeyboardInterrupt:
+            failures += 1
+    assert failures == 1
+    assert found == {i: alone([*SHARED[:17], i], 9) for i in range(6)}
+    check_is_empty(engine)
+
+
+def test_an_exception_of_a_client_keeps_no_output_from_the_others():
+    engine = make_engine()
+    left = [1]
+
+    def fails_once(output):
+        if output.finished and left.pop():
+            raise RuntimeError("a client")
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.submit(SHARED[:5], params, on_output=fails_once)
+    engine.submit(SHARED[:6], params, request_id="other")
+    found = {}
+    while engine.has_unfinished:
+        with contextlib.suppress(RuntimeError):
+            found |= {output.request_id: tokens(output) for output in engine.step()}
+    assert not left and found == {"other": alone(SHARED[:6], 4)}
+    check_is_empty(engine)
+
+
+def test_a_request_that_cannot_begin_is_dropped(monkeypatch):
+    engine = make_engine()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for i in range(3):
+        engine.submit(SHARED[: 5 + i], params, request_id=str(i))
+    real = engine_module.TextBuilder
+
+    def fails_for_one(tokenizer, params, stop_ids, prompt_ids):
+        if len(prompt_ids) == 6:
+            raise KeyboardInterrupt
+        return real(tokenizer, params, stop_ids, prompt_ids)
+
+    monkeypatch.setattr(engine_module, "TextBuilder", fails_for_one)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert sorted(outputs(engine)) == ["0", "2"]
+
+
+def test_deltas_hold_the_completions_with_news():
+    """A completion that has ended is in one delta more, and not in those after it."""
+    engine = make_engine(seconds_per_call=0.0)
+    params = SamplingParams(
+        temperature=1.0, n=3, seed=1, max_tokens=12, output_kind=RequestOutputKind.DELTA, logprobs=1
+    )
+    eos_ids = tuple(range(0, V, 2))
+    engine.target = dataclasses.replace(engine.target, eos_ids=eos_ids)
+    engine.submit(SHARED[:5], params)
+    ends, ids, sums = [], {0: [], 1: [], 2: []}, {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            for completion in output.outputs:
+                assert completion.token_ids or completion.finish_reason
+                ids[completion.index] += completion.token_ids
+                chosen = zip(completion.token_ids, completion.logprobs, strict=True)
+                new = sum(entries[token_id].logprob for token_id, entries in chosen)
+                sums[completion.index] = sums.get(completion.index, 0) + new
+                assert completion.cumulative_logprob == pytest.approx(sums[completion.index])
+                if completion.finish_reason:
+                    ends.append(completion.index)
+    assert sorted(ends) == [0, 1, 2] and len(set(map(len, ids.values()))) > 1
+    whole = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    engine.submit(SHARED[:5], whole, request_id="whole")
+    completions = outputs(engine)["whole"].outputs
+    assert [list(completion.token_ids) for completion in completions] == list(ids.values())
 
 
 # --- Shared prefixes ------------------------------------------------------------------------------

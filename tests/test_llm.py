@@ -225,6 +225,8 @@ def test_a_chat_template_and_a_tokenizer_can_be_given(folder, tmp_path):
         assert other.get_tokenizer().special_tokens["bos_token"] == "</s>"
         (output,) = other.chat(CHAT, GREEDY, chat_template_kwargs={"end": "!"})
         assert output.prompt == "hello!"
+        (output,) = other.chat(CHAT, GREEDY, False, chat_template="{{ messages[0].role }}")
+        assert output.prompt == "user"
 
 
 # --- What is refused ------------------------------------------------------------------------------

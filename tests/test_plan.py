@@ -323,7 +323,7 @@ def test_the_comments_of_the_flag_files_agree_with_the_plan(command, name, argum
         ((*PAIR, "--acceptance=high"), ["--acceptance", "'high'"]),
         ((*PAIR, "--batch_size=0"), ["--batch_size=0"]),
         ((*PAIR, "--gpu=h101"), ["--gpu=h101", "h100-80gb"]),
-        (("--target=configs/none",), ["configs/none/config.json"]),
+        (("--target=./configs/none",), ["./configs/none does not exist"]),
     ],
 )
 def test_errors(command, arguments, parts):

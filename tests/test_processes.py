@@ -1,5 +1,6 @@
 """Runs of several processes: the text of one process, and an error if a process dies."""
 
+import copy
 import json
 import os
 import pathlib
@@ -36,15 +37,18 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def environment(folder: pathlib.Path, devices: int) -> dict[str, str]:
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "XLA_FLAGS": xla.quick_flags(devices),
+    }
+
+
 class Process:
     """`specjax generate` in a subprocess; its output goes to files."""
 
     def __init__(self, folder: pathlib.Path, output: pathlib.Path, *arguments: str, devices: int):
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            "XLA_FLAGS": xla.quick_flags(devices),
-        }
         command = [
             sys.executable,
             "-c",
@@ -56,7 +60,8 @@ class Process:
         ]
         self._paths = output.with_suffix(".out"), output.with_suffix(".err")
         with self._paths[0].open("w") as out, self._paths[1].open("w") as err:
-            self.popen = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+            env = environment(folder, devices)
+            self.popen = subprocess.Popen(command, env=env, stdout=out, stderr=err)
 
     @property
     def out(self) -> str:
@@ -136,6 +141,70 @@ def test_two_processes_write_the_text_of_one(mesh, one, start, folder, tmp_path)
     )
     # Only process 0 prints.
     assert "> hello" in processes[0].out and "> hello" not in processes[1].out
+
+
+@pytest.fixture(scope="module")
+def results(folder, tmp_path_factory):
+    """What the calls return in one process, and in each of two."""
+    tmp_path, port = tmp_path_factory.mktemp("llm"), str(free_port())
+    runs = {"one": [], "first": [port, "0"], "second": [port, "1"]}
+    processes = {}
+    try:
+        for name, arguments in runs.items():
+            with tmp_path.joinpath(f"{name}.err").open("w") as err:
+                processes[name] = subprocess.Popen(
+                    [
+                        sys.executable,
+                        *("-m", "support.llm_process"),
+                        *(str(folder), str(tmp_path / f"{name}.json"), *arguments),
+                    ],
+                    cwd=pathlib.Path(__file__).parent,
+                    env=environment(folder, devices=2),
+                    stderr=err,
+                )
+        for name, process in processes.items():
+            err = tmp_path.joinpath(f"{name}.err")
+            assert process.wait(SECONDS) == 0, err.read_text()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return {name: json.loads(tmp_path.joinpath(f"{name}.json").read_text()) for name in runs}
+
+
+class TestLLM:
+    """`LLM` in two processes, which make the same calls: see `support.llm_process`."""
+
+    def test_both_processes_get_the_same(self, results):
+        assert results["first"] == results["second"]
+
+    @pytest.mark.parametrize("call", ["greedy", "sampled", "stop", "chat", "abort"])
+    def test_outputs_are_those_of_one_process(self, results, call):
+        first, one = copy.deepcopy((results["first"][call], results["one"][call]))
+        if call == "stop":  # rounds behind a stop string depend on time
+            for *_, completions in first + one:
+                for completion in completions:
+                    del completion["drafted"], completion["accepted"]
+        assert first == one
+
+    def test_each_call_did_what_it_is_for(self, results):
+        def completions(run, call):
+            return [of_request for *_, of_request in results[run][call]]
+
+        assert [len(of_request) for of_request in completions("first", "sampled")] == [2] * 5
+        whole, stopped = (completions("first", call)[0][0] for call in ("greedy", "stop"))
+        assert stopped["finish_reason"] == "stop" and whole["text"].startswith(stopped["text"])
+        assert len(stopped["token_ids"]) < len(whole["token_ids"])
+        # The seed that process 0 has chosen is the one that is used.
+        fresh = completions("first", "fresh")
+        assert completions("first", "same seed") == [fresh[1]]
+        seeds = {of_request[0]["seed"] for of_request in fresh}
+        others = {of_request[0]["seed"] for of_request in completions("one", "fresh")}
+        assert len(seeds | others) == 10
+
+    def test_different_prompts_are_refused(self, results):
+        message = "the processes of this run were not given the same prompts and options"
+        assert results["first"]["different prompts"] == message
 
 
 @pytest.mark.parametrize(

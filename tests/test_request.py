@@ -195,9 +195,21 @@ def test_a_very_low_temperature_is_raised_with_a_warning():
         dataclasses.replace(params, max_tokens=3)
 
 
-def test_params_are_frozen_and_given_by_name():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2
+def test_params_that_are_assigned_are_checked():
+    params = SamplingParams(top_p=0.5)
+    copied = params.clone()
+    params.max_tokens = 3
+    params.temperature = 0
+    assert params == SamplingParams(temperature=0, max_tokens=3)  # with all filters off
+    assert copied == SamplingParams(top_p=0.5)
+    with pytest.raises(SpecJAXError, match="n must be"):
+        params.n = 0
+    with pytest.raises(SpecJAXError, match="SamplingParams has no parameter 'best_of'"):
+        params.best_of = 2
+    assert params == SamplingParams(temperature=0, max_tokens=3)
+
+
+def test_params_are_given_by_name():
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(0.5)
     with pytest.raises(TypeError, match="best_of"):

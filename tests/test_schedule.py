@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from specjax.config import Runtime
 from specjax.decode import DecodeConfig
-from specjax.engine import budget, runner
+from specjax.engine import budget, generate, runner
 from specjax.engine.pages import PagePool
 from specjax.engine.schedule import Replica, Scheduler, Sequence, first_chunks
 from specjax.errors import SpecJAXError, SpecJAXWarning
@@ -100,13 +101,40 @@ def test_the_youngest_is_preempted_and_goes_on_where_it_was():
     assert pool.num_referenced == 0
 
 
-def test_siblings_wait_for_the_prompt():
+def test_a_prefix_that_is_being_read_is_waited_for():
+    scheduler = make_scheduler(num_rows=4, prefill_budget=8)
+    prompt = list(range(1, 18))
+    scheduler.add(Sequence(list(prompt), 17, 20, order=0))
+    scheduler.add(Sequence([*prompt[:12], 30, 31], 14, 18, order=1))
+    scheduler.add(Sequence(list(prompt), 17, 20, order=2, salt=b"other"))
+    scheduler.add(sequence(9, order=3))  # others pass
+    assert [s.order for s in scheduler.plan(1).admitted] == [0, 2, 3]
+    # The first prompt is read by now, and the second one begins with its first three pages.
+    plan = scheduler.plan(1)
+    assert [(s.order, s.num_found) for s in plan.admitted] == [(1, 12)]
+
+
+def test_prompts_that_arrive_together_share_what_is_read_in_the_same_plan():
+    scheduler = make_scheduler(num_rows=4, prefill_budget=100)
+    for order in range(4):
+        scheduler.add(Sequence([*range(1, 18), 20 + order], 18, 20, order=order))
+    plan = scheduler.plan(1)
+    assert [s.num_found for s in plan.admitted] == [0, 16, 16, 16]
+    assert sum(chunk.count for call in plan.prefill for chunk in call) == 17 + 3
+
+
+def test_a_reset_lets_all_wait_and_forgets_the_pages():
     scheduler = make_scheduler()
-    first = sequence(9)
+    first, second = sequence(9, order=0), sequence(3, order=1)
     scheduler.add(first)
-    scheduler.add(Sequence(list(first.token_ids), 9, 17, order=1, sibling=first))
-    assert [s.order for s in scheduler.plan(1).admitted] == [0]
-    assert [s.num_found for s in scheduler.plan(1).admitted] == [8]
+    scheduler.add(second)
+    scheduler.plan(1)
+    scheduler.reset([second, first])
+    assert scheduler.waiting == [first, second] and not scheduler.num_running
+    pool = scheduler.replicas[0].pool
+    pool.check()
+    assert pool.num_referenced == pool.num_cached == 0
+    assert [s.num_found for s in scheduler.plan(1).admitted] == [0, 0]
 
 
 def test_scored_prompts_have_calls_of_their_own():
@@ -122,6 +150,14 @@ def test_scored_prompts_have_calls_of_their_own():
 
 def config(page_size=16) -> DecodeConfig:
     return DecodeConfig(CONFIG, runtime=Runtime(page_size=page_size))
+
+
+def test_one_long_prompt_does_not_multiply_the_pages_of_a_call():
+    positions_B = np.array([900, *[20] * 63])
+    # Of 57 and 15 x 2 pages, the next power of two; and never more than rows of the longest.
+    assert generate._num_pages(positions_B, 16, 1024, 16) == 128
+    assert generate._num_pages(positions_B, 1, 1024, 16) == 64
+    assert generate._num_pages(np.array([20] * 3), 3, 32, 16) == 6
 
 
 def test_bytes_of_a_page():

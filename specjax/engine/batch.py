@@ -735,6 +735,8 @@ def max_new_tokens(params: SamplingParams, model: Model, room: int) -> int:
 def processor_row(params: SamplingParams, model: Model) -> ProcessorArrays | None:
     """Returns what changes the logits of one row of an engine; None for nothing.
 
+    Fields that change nothing are None, see `filled`.
+
     Args:
       params: of a request.
       model: the target.
@@ -756,16 +758,24 @@ def processor_row(params: SamplingParams, model: Model) -> ProcessorArrays | Non
     used = processor_arrays(options, np.array([MAX_NEW_TOKENS]), vocabulary)
     if used is None:
         return None
-    row = neutral_processors(1, vocabulary.size)
     if used.bad_words_BWC is not None:
         W, C = used.bad_words_BWC.shape[1:]
-        most = ENGINE_BAD_WORDS[1]
-        if most < C:
-            raise SpecJAXError(f"a bad word has more than {most} tokens: {params.bad_words!r}")
-        row.bad_words_BWC[:, :W, -C:] = used.bad_words_BWC
-        used = used.replace(bad_words_BWC=None)
+        if ENGINE_BAD_WORDS[1] < C:
+            raise SpecJAXError(
+                f"a bad word has more than {ENGINE_BAD_WORDS[1]} tokens: {params.bad_words!r}"
+            )
+        words_BWC = np.full((1, *ENGINE_BAD_WORDS), processors.OFF.bad_words_BWC, np.int32)
+        words_BWC[:, :W, -C:] = used.bad_words_BWC
+        used = used.replace(bad_words_BWC=words_BWC)
+    return used
+
+
+def filled(used: ProcessorArrays | None, neutral: ProcessorArrays) -> ProcessorArrays:
+    """Returns `neutral` with the fields of `used` that are not None."""
+    if used is None:
+        return neutral
     return jax.tree.map(
-        lambda x, neutral: neutral if x is None else x, used, row, is_leaf=lambda x: x is None
+        lambda x, off: off if x is None else x, used, neutral, is_leaf=lambda x: x is None
     )
 
 

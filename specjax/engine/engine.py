@@ -137,8 +137,10 @@ class _Completion:
     arrays: RowArrays
     sequence: schedule.Sequence
     text: TextBuilder
-    num_reported: int = 0  # tokens and characters of the outputs so far
+    num_reported: int = 0  # tokens and characters of the outputs so far, where they are deltas
     num_characters: int = 0
+    end_is_reported: bool = False
+    cumulative: float = 0.0  # sum of the log-probabilities of the output
     drafted: list[int] = dataclasses.field(default_factory=list)
     accepted: list[int] = dataclasses.field(default_factory=list)
     emitted: list[int] = dataclasses.field(default_factory=list)
@@ -151,6 +153,13 @@ class _Completion:
     def token_ids(self) -> list[int]:
         """The output so far."""
         return self.sequence.token_ids[self.sequence.prompt_length :]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is more than in the deltas so far."""
+        num_tokens = self.sequence.length - self.sequence.prompt_length
+        is_ended = self.finish_reason is not None
+        return num_tokens > self.num_reported or (is_ended and not self.end_is_reported)
 
 
 class Engine:
@@ -199,7 +208,8 @@ class Engine:
           gpu_memory_utilization: share of a GPU's memory that may be used.
           kv_cache_gib: GiB of the pools of a device; on a CPU 1 by default.
           enable_prefix_caching: whether requests with the same beginning share its pages.
-          seconds_per_call: how long a call of the loop may run, roughly. Streams wait so long.
+          seconds_per_call: how long a call of the loop may run, roughly. Streams are delayed by
+            up to this much.
           chunk_sizes: sizes of the chunks in which prompts are read, in rising order.
           on_end: called when a completion ends, before its pages may be used again.
 
@@ -218,6 +228,7 @@ class Engine:
             available = budget.available_bytes(
                 self.config, self.num_rows, gpu_memory_utilization, kv_cache_gib
             )
+            available = parallel.least(available, target.mesh)
             page_bytes = budget.bytes_per_page(params, self.config)
             num_pages = available // page_bytes
             if max_model_len is None:
@@ -226,6 +237,9 @@ class Engine:
                 self.config, self.num_rows, self.max_model_len, num_pages, page_bytes
             )
         self.num_pages = num_pages
+        sizes = (page_size, self.num_rows, self.max_model_len, num_pages, self.config.num_tokens)
+        static = (sizes, chunk_sizes, str(target.config), verify, enable_prefix_caching)
+        parallel.check_alike(static, target.mesh)
         replicas = []
         for _ in range(num_replicas):
             pool = PagePool(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
@@ -255,7 +269,11 @@ class Engine:
         self._seconds_per_round: float | None = None
         self._requests: dict[str, _Request] = {}
         self._clients: dict[str, Callable[[RequestOutput], None] | None] = {}
-        self._events: list[_Request | str] = []  # new requests, and ids of those to abort
+        # New requests, and ids of those to abort: of this process, and what the mesh works on.
+        self._arrived: list[_Request | str] = []
+        self._events: collections.deque[_Request | str] = collections.deque()
+        self._changed: dict[_Request, None] = {}  # has news for its client
+        self._ready: list[RequestOutput] = []  # what `step` returns next
         self._order = itertools.count()
         self._calls: collections.deque[Call] = collections.deque()
         self._accounted = 0.0  # up to this moment time belongs to a counter of seconds
@@ -301,14 +319,14 @@ class Engine:
             number=number,
             prompt=prompt,
             prompt_ids=prompt_ids,
-            params=params,
+            params=params.clone(),  # which the caller may change
             max_length=max_length,
             seed=fresh_seed() if params.seed is None else params.seed,
             salt=salt,
             arrays=self._arrays(params, len(prompt_ids), max_length),
         )
         self._clients[request_id] = on_output
-        self._events.append(request)
+        self._arrived.append(request)
         return request_id
 
     def _arrays(self, params: SamplingParams, prompt_length: int, max_length: int) -> RowArrays:
@@ -325,43 +343,53 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request with the next step, without further output. Unknown ids are ignored."""
-        self._events.append(request_id)
+        self._arrived.append(request_id)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._clients)
+        return bool(self._clients or self._ready)
 
     def _begin(self, request: _Request) -> None:
+        if self.target.mesh is not None and self.target.mesh.is_multi_process:
+            request.arrival_time = time.monotonic()  # not by the clock of process 0
+        try:
+            self._add(request)
+        except BaseException:
+            self._clients.pop(request.request_id, None)
+            raise
         self._requests[request.request_id] = request
+        for completion in request.completions:
+            self._scheduler.add(completion.sequence)
+
+    def _add(self, request: _Request) -> None:
+        """Adds the completions of a request to it."""
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_ids)
         params, prompt_length = request.params, len(request.prompt_ids)
-        first = None
         for index in range(params.n):
             seed = request.seed + index
+            is_scored = index == 0 and params.prompt_logprobs is not None
             sequence = schedule.Sequence(
                 list(request.prompt_ids),
                 prompt_length,
                 request.max_length,
                 order=request.number * MAX_COMPLETIONS + index,
                 salt=request.salt,
-                reuses_prefix=params.prompt_logprobs is None,
-                is_scored=params.prompt_logprobs is not None,
-                sibling=first,
+                reuses_prefix=not is_scored,
+                is_scored=is_scored,
             )
-            first = first or sequence
             arrays = request.arrays.with_seed(sampler_seed(seed))
             text = TextBuilder(self.target.tokenizer, params, arrays.stop_ids, request.prompt_ids)
             sequence.owner = _Completion(request, index, seed, arrays, sequence, text)
             request.completions.append(sequence.owner)
-            self._scheduler.add(sequence)
 
     def _abort(self, request_id: str) -> None:
+        self._clients.pop(request_id, None)
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self._clients.pop(request_id, None)
+        self._changed.pop(request, None)
         for completion in request.completions:
             if completion.finish_reason is None:
                 self._finish(completion, "abort")
@@ -407,14 +435,15 @@ class Engine:
     ) -> None:
         """Compiles what requests may need, so that nothing is compiled later.
 
-        Log-probabilities are not among it: their programs are compiled when they are first asked
+        Log-probabilities are not included: their programs are compiled when they are first asked
         for. Where attention runs through XLA on a GPU, programs for longer rows are compiled when a
         row first has so many pages.
 
         Args:
           processors: also for requests with penalties, biases or forbidden tokens.
           wait: whether to return when all is compiled. Else programs for a few numbers of rows are
-            compiled, which can do all the work, and the others behind the first requests.
+            compiled, which can do all the work, and the others in the background while the first
+            requests run.
           on_program: called when a program is compiled before this returns, with its name, the
             seconds that it took, and how many there are.
         """
@@ -429,7 +458,7 @@ class Engine:
         return self._runner.is_warm
 
     def close(self) -> None:
-        """Drops programs that are not compiled yet. The engine must not be used afterwards."""
+        """Cancels compilations that have not started. The engine must not be used afterwards."""
         self._runner.close()
 
     # --- A step -----------------------------------------------------------------------------------
@@ -437,23 +466,41 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Lets the device go on, and returns the outputs that are new.
 
-        It takes the time of one call of the loop, roughly `seconds_per_call`, and none if no
-        request waits or runs.
+        It takes the time of one call of the loop, roughly `seconds_per_call`, and returns at once
+        if no request waits or runs. After an exception, also one of a client's `on_output`, the
+        engine can go on: requests that run are then recomputed from the tokens that are known.
         """
-        changed: list[_Completion] = []
+        try:
+            self._advance()
+        except BaseException:
+            self._start_over()
+            raise
+        return self._deliver()
+
+    def _advance(self) -> None:
         max_rounds = self._take_events()
         if self._scheduler.waiting:
             while self._calls:  # a row may be free
-                changed += self._read_report()
+                self._read_report()
         plan = self._scheduler.plan(max_rounds)
         while plan is None and self._calls:
-            changed += self._read_report()
+            self._read_report()
             plan = self._scheduler.plan(max_rounds)
         if plan is not None:
             self._execute(plan)
         while len(self._calls) > 1:
-            changed += self._read_report()
-        return self._outputs(changed)
+            self._read_report()
+
+    def _start_over(self) -> None:
+        """Gives up all rows and pages: what was planned for them may not have been done."""
+        self._calls.clear()
+        unfinished = []
+        for request in self._requests.values():
+            for completion in request.completions:
+                if completion.finish_reason is None:
+                    unfinished.append(completion.sequence)
+        self._scheduler.reset(unfinished)
+        self._runner.reset()
 
     def _take_events(self) -> int:
         """Begins and aborts requests; returns the most rounds of the next call.
@@ -461,10 +508,12 @@ class Engine:
         What depends on arrivals and on time is decided by process 0 of a mesh. The rest is a
         function of it, and the same in all processes.
         """
-        events, self._events = self._events, []
-        decided = (events, self._max_rounds())
-        events, max_rounds = parallel.from_first_process(decided, self.target.mesh)
-        for event in events:
+        arrived, self._arrived = self._arrived, []
+        decided = (arrived, self._max_rounds())
+        arrived, max_rounds = parallel.from_first_process(decided, self.target.mesh)
+        self._events.extend(arrived)
+        while self._events:  # some may be left of a step that failed
+            event = self._events.popleft()
             if isinstance(event, str):
                 self._abort(event)
             else:
@@ -517,8 +566,8 @@ class Engine:
 
     # --- Reports ----------------------------------------------------------------------------------
 
-    def _read_report(self) -> list[_Completion]:
-        """Waits for the oldest call in flight; returns the completions that it changed."""
+    def _read_report(self) -> None:
+        """Waits for the oldest call in flight, and takes in what it did."""
         call = self._calls.popleft()
         report = parallel.get(call.report)
         seconds = self._account(call.dispatched_at)
@@ -526,14 +575,10 @@ class Engine:
         num_rounds = int(report.log.rounds_B.max())
         if num_rounds:
             self._seconds_per_round = seconds / num_rounds
-        changed = []
         for slot, sequence in zip(call.slots, call.plan.decoding, strict=True):
-            if sequence.is_done:
-                continue
-            completion = sequence.owner
-            self._take(completion, call.plan, report, slot)
-            changed.append(completion)
-        return changed
+            if not sequence.is_done:
+                self._take(sequence.owner, call.plan, report, slot)
+                self._changed[sequence.owner.request] = None
 
     def _take(self, completion: _Completion, plan: Plan, report: Report, slot: int) -> None:
         """Takes in what a call did with a completion."""
@@ -549,7 +594,9 @@ class Engine:
         num_top = completion.arrays.logprobs
         if num_top is not None:
             logprobs = jax.tree.map(lambda x: x[slot], report.logprobs)
-            completion.logprobs += token_logprobs(self.target.tokenizer, new_ids, logprobs, num_top)
+            new = token_logprobs(self.target.tokenizer, new_ids, logprobs, num_top)
+            completion.logprobs += new
+            completion.cumulative += _sum_of(new_ids, new)
         if num_new and completion.request.first_token_time is None:
             completion.request.first_token_time = time.monotonic()
         completion.text.push(new_ids)
@@ -575,6 +622,8 @@ class Engine:
     def _cut(self, completion: _Completion) -> None:
         """Drops the tokens behind the one that completed a stop string."""
         num_kept, sequence = completion.text.num_tokens, completion.sequence
+        cut_ids = sequence.token_ids[sequence.prompt_length + num_kept :]
+        completion.cumulative -= _sum_of(cut_ids, completion.logprobs[num_kept:])
         del sequence.token_ids[sequence.prompt_length + num_kept :]
         del completion.logprobs[num_kept:]
         num_left = num_kept
@@ -609,11 +658,11 @@ class Engine:
 
     # --- Outputs ----------------------------------------------------------------------------------
 
-    def _outputs(self, changed: list[_Completion]) -> list[RequestOutput]:
-        """Returns the outputs of the requests of these completions, or calls their clients."""
-        outputs = []
-        requests = dict.fromkeys(completion.request for completion in changed)
-        for request in requests:
+    def _deliver(self) -> list[RequestOutput]:
+        """Calls the clients of requests with news, and returns the outputs of the others."""
+        while self._changed:
+            request = next(iter(self._changed))
+            del self._changed[request]
             on_output = self._clients.get(request.request_id)
             if request.is_finished:
                 self._requests.pop(request.request_id, None)
@@ -625,12 +674,16 @@ class Engine:
             if on_output:
                 on_output(output)
             else:
-                outputs.append(output)
-        return outputs
+                self._ready.append(output)
+        ready, self._ready = self._ready, []
+        return ready
 
     def _output(self, request: _Request) -> RequestOutput:
         finished_time = time.monotonic() if request.is_finished else None
         sequences = [completion.sequence for completion in request.completions]
+        completions = request.completions
+        if request.params.output_kind == RequestOutputKind.DELTA:
+            completions = [completion for completion in completions if completion.has_news]
         metrics = RequestMetrics(
             arrival_time=request.arrival_time,
             first_scheduled_time=request.first_scheduled_time,
@@ -643,32 +696,29 @@ class Engine:
             prompt=request.prompt,
             prompt_token_ids=request.prompt_ids,
             prompt_logprobs=tuple(request.prompt_logprobs) or None,
-            outputs=tuple(map(self._completion_output, request.completions)),
+            outputs=tuple(map(self._completion_output, completions)),
             finished=request.is_finished,
             metrics=metrics,
             num_cached_tokens=sequences[0].num_cached or 0,
         )
 
     def _completion_output(self, completion: _Completion) -> CompletionOutput:
-        token_ids, text = completion.token_ids, completion.text.text
-        logprobs, cumulative = completion.logprobs, None
-        if completion.arrays.logprobs is not None:
-            pairs = zip(token_ids, logprobs, strict=True)
-            cumulative = sum(entries[token_id].logprob for token_id, entries in pairs)
+        text, logprobs, sequence = completion.text.text, completion.logprobs, completion.sequence
+        first, num_characters = 0, 0
         if completion.request.params.output_kind == RequestOutputKind.DELTA:
-            new_ids, new_text = (
-                token_ids[completion.num_reported :],
-                text[completion.num_characters :],
-            )
-            completion.num_reported, completion.num_characters = len(token_ids), len(text)
-            token_ids, text = new_ids, new_text
-            logprobs = logprobs[len(logprobs) - len(new_ids) :]
+            first, num_characters = completion.num_reported, completion.num_characters
+            completion.num_reported = sequence.length - sequence.prompt_length
+            completion.num_characters = len(text)
+            completion.end_is_reported = completion.finish_reason is not None
+        has_logprobs = completion.arrays.logprobs is not None
         return CompletionOutput(
             index=completion.index,
-            text=text,
-            token_ids=tuple(token_ids),
-            cumulative_logprob=cumulative,
-            logprobs=None if cumulative is None else tuple(logprobs),
+            text=text[num_characters:],
+            token_ids=tuple(
+                completion.sequence.token_ids[completion.sequence.prompt_length + first :]
+            ),
+            cumulative_logprob=completion.cumulative if has_logprobs else None,
+            logprobs=tuple(logprobs[first:]) if has_logprobs else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             seed=completion.seed,
@@ -677,6 +727,11 @@ class Engine:
             emitted=tuple(completion.emitted),
             unusable_drafts=completion.unusable_drafts,
         )
+
+
+def _sum_of(ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> float:
+    pairs = zip(ids, logprobs, strict=True)
+    return sum(entries[token_id].logprob for token_id, entries in pairs)
 
 
 def token_logprobs(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax import parallel
 from specjax.drafters import registry
@@ -160,7 +161,8 @@ def generate(
     max_model_len = min(
         batch.bucket(int(max_length_B.max())), target.config.max_position_embeddings
     )
-    num_positions = max_model_len + (drafter.num_tokens if drafter else 0)
+    num_drafts = drafter.num_tokens if drafter else 0
+    num_positions = max_model_len + num_drafts
     if isinstance(page_size, int) and page_size > num_positions:
         page_size = num_positions  # one page holds the whole sequence
     runtime = target.runtime(page_size, implementation)  # checks both
@@ -174,13 +176,27 @@ def generate(
         implementation=implementation,
         max_model_len=max_model_len,
         max_num_seqs=min(len(prompt_ids), max_num_seqs),
-        num_pages=num_rows * pages_for(num_positions, runtime.page_size),
+        num_pages=_num_pages(max_length_B + num_drafts, num_rows, num_positions, runtime.page_size),
         seconds_per_call=SECONDS_PER_CALL if on_tokens is None else SECONDS_PER_CALL_OF_STREAMS,
         chunk_sizes=(batch.prefill_chunk(max(map(len, prompt_ids))),),
     )
-    static = (str(target.config), verify, page_size, engine.config.num_tokens)
-    parallel.check_alike((prompt_ids, [str(p) for p in params], static), target.mesh)
+    parallel.check_alike((prompt_ids, [str(each) for each in params]), target.mesh)
     return _run(engine, prompt_ids, params, _Progress(target.tokenizer, on_tokens, on_completion))
+
+
+def _num_pages(positions_B: np.ndarray, num_rows: int, most_positions: int, page_size: int) -> int:
+    """Returns how many pages no requests that run together outgrow.
+
+    Args:
+      positions_B: positions of each request.
+      num_rows: requests that run at a time.
+      most_positions: at least the most of them. Like this number, the result is one of few, so that
+        calls with other prompts use the same programs.
+      page_size: Z.
+    """
+    pages = sorted(pages_for(int(positions), page_size) for positions in positions_B)
+    needed = sum(pages[-num_rows:])
+    return min(num_rows * pages_for(most_positions, page_size), 2 ** (needed - 1).bit_length())
 
 
 def named_drafter(

@@ -20,10 +20,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specjax import devices, files
+from specjax import devices, files, parallel
 from specjax import tokenizer as tokenizer_lib
 from specjax.engine import batch, generate, hub, load, speculative
 from specjax.engine.engine import Engine, EngineStats
@@ -73,6 +74,9 @@ GIB = 2**30
 
 class LLM:
     """A model with an engine that decodes many prompts at once. One thread may use it at a time.
+
+    In a run of several processes (`jax.distributed`) each makes the same calls, and gets the same
+    outputs.
 
     Attributes:
       engine: the engine.
@@ -238,8 +242,9 @@ class LLM:
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -249,6 +254,7 @@ class LLM:
         Args:
           messages: a list of {"role": ..., "content": ...}, or a list of such lists.
           sampling_params, use_tqdm: see `generate`.
+          chat_template: a Jinja template, or the path of one, instead of the model's.
           add_generation_prompt: begin the assistant's answer.
           continue_final_message: continue the last message; requires
             `add_generation_prompt=False`.
@@ -263,6 +269,7 @@ class LLM:
             raise SpecJAXError(f"chat_template_kwargs must be a dict, got {chat_template_kwargs!r}")
         is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
         self._require_tokenizer("chat")
+        target = _with_texts(self.target, None, chat_template)
         requests = []
         for i, conversation in enumerate([messages] if is_single else messages):
             name = f"conversation {i}"
@@ -271,7 +278,7 @@ class LLM:
                     f"{name} must be a list of at least one message, got {conversation!r}"
                 )
             text, ids = batch.encode_chat(
-                self.target,
+                target,
                 conversation,
                 name,
                 add_generation_prompt=add_generation_prompt,
@@ -312,6 +319,8 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         all_params = self._params_of(requests, sampling_params)
+        given = [(request.ids, request.salt) for request in requests]
+        parallel.check_alike((given, [str(each) for each in all_params]), self.target.mesh)
         start = time.perf_counter()
         numbers: dict[str, int] = {}
         outputs: dict[int, RequestOutput] = {}
@@ -603,7 +612,7 @@ class _ProgressBar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
             console=console,
-            disable=not is_shown or not console.is_terminal,
+            disable=not is_shown or not console.is_terminal or jax.process_index() > 0,
         )
         self._task = self._progress.add_task("", total=num_requests, speed="")
         self._outputs: list[RequestOutput] = []

@@ -204,11 +204,16 @@ class PagePool:
         """
         if self.num_referenced:
             return False
-        self._free += self._cached
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Makes all pages free, also those that sequences hold, and forgets all prefixes."""
+        self._num_holders = [0] * self.num_pages
+        self._free = list(range(self.num_pages))[::-1]
         self._cached.clear()
         self._page_of.clear()
         self._hash_of.clear()
-        return True
 
     def check(self) -> None:
         """Asserts what holds after every call: each page has one state, and the index is sound."""

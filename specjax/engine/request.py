@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import hashlib
@@ -154,9 +155,12 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class SamplingParams:
     """How the completions of one request are generated: the names and meanings of vLLM.
+
+    A parameter that is assigned later is checked like those that are given at first. Requests that
+    were submitted keep what they had.
 
     Attributes:
       n: completions of the prompt. Completion i has the seed `seed` + i.
@@ -224,6 +228,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: None = None
+    _is_checked = False  # no field
 
     def __post_init__(self):
         self._check_unsupported()
@@ -231,6 +236,19 @@ class SamplingParams:
         self._check_texts_and_ids()
         self._check_together()
         self._settle_temperature()
+        self._set(_is_checked=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._is_checked:
+            object.__setattr__(self, name, value)
+            return
+        if name not in {field.name for field in dataclasses.fields(self)}:
+            raise SpecJAXError(f"SamplingParams has no parameter {name!r}")
+        self._set(**vars(dataclasses.replace(self, **{name: value})))
+
+    def clone(self) -> SamplingParams:
+        """Returns a copy."""
+        return copy.copy(self)
 
     @classmethod
     def unchecked(cls, **values: Any) -> SamplingParams:

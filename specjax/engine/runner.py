@@ -27,7 +27,7 @@ from specjax.sampling import Logprobs
 MAX_ROUNDS = 16  # of a call: the tables of a report have so many columns
 TOP_BUCKETS = (0, 5, 20)
 # Rounds in programs with far too many rows, before one with fewer is compiled. Each of them costs a
-# CPU about a tenth of a second more than it need, and a GPU next to nothing.
+# CPU about a tenth of a second more than necessary, and a GPU next to nothing.
 CPU_OVERSIZED_ROUNDS, GPU_OVERSIZED_ROUNDS = 128, 4096
 # on_program(what was compiled, seconds, number of programs)
 OnProgram = Callable[[str, float, int], None]
@@ -153,15 +153,25 @@ class Runner:
         self._compiled: set[Variant] = set()
         self._later: dict[Variant, concurrent.futures.Future] = {}  # being compiled
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "specjax-compile")
-        self._processors: ProcessorArrays | None = None  # of all rows, once a sequence has any
         self.compile_seconds = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes the state anew, without requests."""
+        self._processors: ProcessorArrays | None = None  # of all rows, once a sequence has any
+        self._state = None  # frees its memory
         state = programs.init_jit(
-            *params, config, num_rows, max_model_len, num_pages, batch.MAX_STOP_IDS
+            *self._params,
+            self._config,
+            self._num_rows,
+            self._max_model_len,
+            self._num_pages,
+            batch.MAX_STOP_IDS,
         )
         if self._mesh is None:
             # Programs return arrays that are committed to the device of the parameters. For arrays
             # that are not, each program would be compiled once more.
-            state = jax.device_put(state, jax.tree.leaves(params)[0].sharding)
+            state = jax.device_put(state, jax.tree.leaves(self._params)[0].sharding)
         self._state = state
 
     @property
@@ -209,7 +219,7 @@ class Runner:
         neutral = batch.neutral_processors(1, self._config.target.vocab_size)
         parts = [neutral] * len(row_B)
         for slot, sequence in zip(slots, sequences, strict=True):
-            parts[slot] = sequence.owner.arrays.processors or neutral
+            parts[slot] = batch.filled(sequence.owner.arrays.processors, neutral)
         new = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
         arguments = (self._put(row_B), self._put(new, None))
         with _host_arrays_allowed():
@@ -314,8 +324,8 @@ class Runner:
         one pays only if few rows decode for long.
         """
         for variant in [variant for variant, future in self._later.items() if future.done()]:
-            self._later.pop(variant).result()  # raises what went wrong
-            self._compiled.add(variant)
+            if self._later.pop(variant).exception() is None:
+                self._compiled.add(variant)
         compiled = [variant for variant in self._compiled if variant[1:] == wanted[1:]]
         fitting = [variant for variant in compiled if variant.num_rows >= wanted.num_rows]
         num_rows = max(wanted.num_rows, min(num_expected, self._num_rows))
@@ -376,7 +386,7 @@ class Runner:
         return all(future.done() for future in self._later.values())
 
     def close(self) -> None:
-        """Drops programs that are not compiled yet."""
+        """Cancels compilations that have not started."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def warm_up(

@@ -38,7 +38,6 @@ class Sequence:
       reuses_prefix: whether its prompt may begin with pages of another sequence.
       is_scored: whether log-probabilities of its prompt are asked for. Such prompts are read in
         small chunks and in calls of their own.
-      sibling: another sequence with the same prompt, whose pages this one waits for.
       owner: of the scheduler's caller.
       replica: number of the data-parallel replica that it runs on; None while it waits.
       row: its row there.
@@ -60,7 +59,6 @@ class Sequence:
     salt: bytes = b""
     reuses_prefix: bool = True
     is_scored: bool = False
-    sibling: Sequence | None = None
     owner: Any = None
     replica: int | None = None
     row: int | None = None
@@ -118,10 +116,17 @@ class Replica:
 
     def __init__(self, num_rows: int, pool: PagePool):
         self.pool = pool
-        self.free_rows = list(range(num_rows))[::-1]
+        self._num_rows = num_rows
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes all rows and pages free."""
+        self.free_rows = list(range(self._num_rows))[::-1]
         self.running: list[Sequence] = []  # in the order of their arrival
+        self.pool.forget()
 
 
+MAX_PASSED = 256  # sequences that wait for a prefix, and that others may pass
 SCORED_CHUNK = 64  # tokens of a prompt that are read together with their logits
 
 
@@ -209,6 +214,20 @@ class Scheduler:
         self.num_preemptions += 1
         bisect.insort(self.waiting, sequence, key=_order)
 
+    def reset(self, sequences: list[Sequence]) -> None:
+        """Lets all sequences wait, and takes the content of all pages for lost.
+
+        Args:
+          sequences: those that are not done.
+        """
+        for replica in self.replicas:
+            replica.reset()
+        for sequence in sequences:
+            sequence.replica = sequence.row = None
+            sequence.pages, sequence.num_read, sequence.num_complete = [], 0, 0
+            sequence.num_in_flight = sequence.num_sure = 0
+        self.waiting = sorted(sequences, key=_order)
+
     # --- Planning ---------------------------------------------------------------------------------
 
     def plan(self, max_rounds: int) -> Plan | None:
@@ -223,8 +242,15 @@ class Scheduler:
         for replica in self.replicas:
             if not self._secure_pages(replica, max_rounds):
                 return None
-        admitted = self._admit()
-        prefill = self._chunks()
+        admitted, prefill = [], []
+        budgets = [self._prefill_budget] * len(self.replicas)
+        while True:
+            new_rows, new_calls = self._admit(), self._chunks(budgets)
+            if not new_rows and not new_calls:
+                break
+            # Once more: a prefix that somebody waits for may be read by now.
+            admitted += new_rows
+            prefill += new_calls
         decoding = [row for replica in self.replicas for row in self._ready(replica)]
         if not (admitted or prefill or decoding):
             return None
@@ -271,18 +297,25 @@ class Scheduler:
         return False
 
     def _admit(self) -> list[Sequence]:
-        """Gives rows and pages to the sequences that wait, in their order."""
+        """Gives rows and pages to the sequences that wait, in their order.
+
+        One whose next page is being read by another sequence waits for it, and lets others pass.
+        """
         admitted = []
-        while self.waiting and not _waits_for_sibling(self.waiting[0]):
+        index = 0
+        while index < min(len(self.waiting), MAX_PASSED):
             open_replicas = [replica for replica in self.replicas if replica.free_rows]
             if not open_replicas:
                 break
             replica = min(open_replicas, key=lambda replica: len(replica.running))
-            sequence = self.waiting[0]
+            sequence = self.waiting[index]
+            if _is_read_now(sequence, replica):
+                index += 1
+                continue
             pages = self._pages_to_begin(replica, sequence)
             if pages is None:
                 break
-            self.waiting.pop(0)
+            self.waiting.pop(index)
             sequence.replica, sequence.row = self.replicas.index(replica), replica.free_rows.pop()
             sequence.pages = pages
             bisect.insort(replica.running, sequence, key=_order)
@@ -309,15 +342,18 @@ class Scheduler:
         sequence.num_read = sequence.num_complete = sequence.num_found
         return pages + new_pages
 
-    def _chunks(self) -> list[list[Chunk]]:
-        """Plans the calls of `prefill`. Pages of prompts that are complete then can be shared."""
+    def _chunks(self, budgets: list[int]) -> list[list[Chunk]]:
+        """Plans the calls of `prefill`. Pages of prompts that are complete then can be shared.
+
+        Args:
+          budgets: how many tokens each replica may still read. They are reduced.
+        """
         calls: list[list[Chunk]] = []
-        for replica in self.replicas:
-            num_left = self._prefill_budget
+        for number, replica in enumerate(self.replicas):
             num_chunks = [0] * len(calls)  # of this replica, in each call
             for sequence in replica.running:
                 index = 0  # chunks of a sequence are read one after the other
-                while sequence.num_to_read and num_left > 0:
+                while sequence.num_to_read and budgets[number] > 0:
                     while index < len(calls) and not (
                         num_chunks[index] < self._chunk_rows
                         and calls[index][0].sequence.is_scored == sequence.is_scored
@@ -329,7 +365,7 @@ class Scheduler:
                     chunk = self._next_chunk(sequence)
                     calls[index].append(chunk)
                     num_chunks[index] += 1
-                    num_left -= chunk.count
+                    budgets[number] -= chunk.count
                     index += 1
         return calls
 
@@ -397,8 +433,20 @@ def _order(sequence: Sequence) -> int:
     return sequence.order
 
 
-def _waits_for_sibling(sequence: Sequence) -> bool:
-    sibling = sequence.sibling
-    if sibling is None or sibling.is_done:
+def _is_read_now(sequence: Sequence, replica: Replica) -> bool:
+    """Returns whether a sequence of the replica reads pages that this one would need as well."""
+    if not sequence.reuses_prefix:
         return False
-    return sibling.row is None or sibling.num_to_read > 0
+    page_size = replica.pool.page_size
+    for other in replica.running:
+        num_common = min(sequence.length, other.length) - 1
+        num_common -= num_common % page_size
+        if (
+            other.num_to_read
+            and num_common > other.num_found
+            and sequence.salt == other.salt
+            and sequence.token_ids[: other.num_found + page_size]
+            == other.token_ids[: other.num_found + page_size]
+        ):
+            return True
+    return False
