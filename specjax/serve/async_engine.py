@@ -32,7 +32,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from specjax import parallel
 from specjax.engine import batch
 from specjax.engine.engine import EngineStats
 from specjax.engine.llm import LLM
@@ -151,6 +150,11 @@ class AsyncEngine:
         """Completions that run or wait."""
         return self._num_completions
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def check_available(self) -> None:
         """Raises Unavailable unless requests are taken."""
         if self.state is not State.READY:
@@ -268,12 +272,11 @@ class AsyncEngine:
                 logger.warning("%d completions did not end in time", self._num_completions)
         self._fail_streams(Unavailable(State.DRAINING.value))
 
-    async def stop(self, seconds: float = 10.0) -> bool:
-        """Ends the thread; returns False if it does not end within `seconds`."""
+    async def stop(self, seconds: float) -> None:
+        """Ends the thread. If it does not end within `seconds`, it `is_alive` afterwards."""
         self._is_stopping = True
         self._messages.put(lambda: None)
         await asyncio.to_thread(self._thread.join, seconds)
-        return not self._thread.is_alive()
 
     def _fail_streams(self, error: Exception) -> None:
         for stream in list(self._streams):
@@ -343,8 +346,7 @@ class AsyncEngine:
 
     def _on_ready(self) -> None:
         engine = self.llm.engine
-        num_rows = engine.num_rows * parallel.dp_size(engine.target.mesh)
-        self._capacity = num_rows + self._max_queue
+        self._capacity = engine.max_num_seqs + self._max_queue
         self.stats = engine.stats()
         if self.state is State.LOADING:
             self.state = State.READY
