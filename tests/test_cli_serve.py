@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -229,6 +231,11 @@ def test_a_process_serves_until_sigterm(folder):
     text = "".join(process.lines)
     for word in ("ngram, K = 7", "320 tokens", "GiB", "1 x cpu", "pages", "answers 503"):
         assert word in text
+    (curl,) = [line for line in process.lines if "curl" in line]
+    _, url, *options, body = shlex.split(curl)
+    assert options == ["-H", "Content-Type: application/json", "-d"]
+    answer = httpx.post(url, json=json.loads(body), timeout=SECONDS)
+    assert answer.json()["choices"][0]["message"]["content"]
     body = {"prompt": "hello", "max_tokens": 3, "unknown": 1}
     answer = httpx.post(f"{process.url}/v1/completions", json=body, timeout=SECONDS)
     assert answer.json()["usage"]["completion_tokens"] == 3

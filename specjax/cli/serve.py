@@ -308,15 +308,29 @@ def run(arguments: dict[str, Any], settings: Any, options: Any, *, warm_up: bool
         server = Server(load, settings, options)
         name = settings.model_names[0]
         print(f"Loading {name}; {server.address}/health answers 503 meanwhile.", flush=True)
-        return server, await server.run(
-            lambda: print(f"Serving {name} at {server.address}", flush=True)
-        )
+        return server, await server.run(lambda: _print_address(server, settings))
 
     with _log_to_stderr():
         server, code = asyncio.run(serve())
     if server.engine.is_alive:  # it compiles, or waits for a device that does not answer
         interrupts.exit_now(code)
     return code
+
+
+def _print_address(server: Any, settings: Any) -> None:
+    """Prints where the server is, and a command that asks it something."""
+    tokenizer = server.engine.llm.target.tokenizer
+    route, prompt = "completions", {"prompt": "1, 2, 3,"}
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        message = {"role": "user", "content": "Why is the sky blue?"}
+        route, prompt = "chat/completions", {"messages": [message]}
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if settings.api_keys else ""
+    body = json.dumps(prompt | {"max_tokens": 64})
+    print(
+        f"\n  curl {server.address}/v1/{route} {key}-H 'Content-Type: application/json' -d '{body}'"
+        f"\n\nServing {settings.model_names[0]} at {server.address}",
+        flush=True,
+    )
 
 
 @contextlib.contextmanager
