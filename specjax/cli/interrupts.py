@@ -30,7 +30,7 @@ def _handle(signum, frame) -> None:
     raise KeyboardInterrupt
 
 
-def exit_now() -> None:
+def exit_now(code: int = EXIT_CODE) -> None:
     """Ends the process without Python's shutdown.
 
     Shutdown would destroy programs that XLA is still compiling, and crash.
@@ -40,4 +40,4 @@ def exit_now() -> None:
             stream.flush()
         except (OSError, ValueError, RuntimeError):
             continue
-    os._exit(EXIT_CODE)
+    os._exit(code)

@@ -21,6 +21,7 @@ from specjax.report.stream import visible
 
 COMMANDS = (
     "generate",
+    "serve",
     "convert",
     "export",
     "train",

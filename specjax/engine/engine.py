@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -101,6 +101,18 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     compile_seconds: float = 0.0
+
+
+class Memory(NamedTuple):
+    """What an engine keeps in memory, in bytes.
+
+    Attributes:
+      weights: of the target and the drafter, over all devices.
+      page: a page of one device, in all pools.
+    """
+
+    weights: int
+    page: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -217,13 +229,14 @@ class Engine:
           SpecJAXError: for an option out of range, or memory that does not hold one request.
         """
         self.target = target
+        self._params = (target.params, drafter_params)
         runtime = target.runtime(page_size, implementation)
         self.config = DecodeConfig(target.config, drafter, verify, runtime)
         decode.check_params(target.params, self.config)
         num_replicas = parallel.dp_size(target.mesh)
         self.num_rows = budget.num_rows(max_num_seqs, num_replicas)
         self.max_model_len = batch.max_model_len(target, max_model_len)
-        params = (target.params, drafter_params)
+        params = self._params
         if num_pages is None:
             available = budget.available_bytes(
                 self.config, self.num_rows, gpu_memory_utilization, kv_cache_gib
@@ -393,6 +406,16 @@ class Engine:
         for completion in request.completions:
             if completion.finish_reason is None:
                 self._finish(completion, "abort")
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Completions that run at a time, over all replicas."""
+        return self.num_rows * len(self._scheduler.replicas)
+
+    def memory(self) -> Memory:
+        """Returns what weights and pages take."""
+        weights = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(self._params)}
+        return Memory(sum(weights.values()), budget.bytes_per_page(self._params, self.config))
 
     @property
     def drafter_state(self) -> Any:
@@ -690,6 +713,8 @@ class Engine:
             first_token_time=request.first_token_time,
             finished_time=finished_time,
             num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+            num_completions=len(sequences),
+            num_generation_tokens=sum(each.length - each.prompt_length for each in sequences),
         )
         return RequestOutput(
             request_id=request.request_id,

@@ -81,6 +81,7 @@ class LLM:
     Attributes:
       engine: the engine.
       target: the model.
+      drafter_name: name of the drafter, or several with commas; "none" for plain decoding.
       generation_config: parameters of requests in the model's generation_config.json, by name.
       max_logprobs: largest `logprobs` of a request.
     """
@@ -175,6 +176,7 @@ class LLM:
                 "num_speculative_tokens": spec_tokens,
             },
         )
+        self.drafter_name = speculation.drafter
         mesh = devices.make_mesh(
             tensor_parallel_size, speculation.draft_tensor_parallel_size, data_parallel_size
         )

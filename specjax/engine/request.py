@@ -555,7 +555,9 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request, in seconds of `time.monotonic`; None for what has not happened yet.
+    """Times and counts of a request.
+
+    Times are seconds of `time.monotonic`; None for what has not happened yet.
 
     Attributes:
       arrival_time: when it was submitted.
@@ -563,6 +565,8 @@ class RequestMetrics:
       first_token_time: when the host knew the first token.
       finished_time: when its last completion ended.
       num_preemptions: how often its completions lost their pages to others and were recomputed.
+      num_completions: of the request.
+      num_generation_tokens: tokens of all of its completions.
     """
 
     arrival_time: float
@@ -570,6 +574,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_completions: int = 1
+    num_generation_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

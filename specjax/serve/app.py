@@ -35,6 +35,13 @@ from specjax.serve.protocol import (
 logger = logging.getLogger("specjax.serve")
 
 PAGE = pathlib.Path(__file__).parent / "static" / "index.html"
+# The page loads nothing, and talks to this server alone.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src "
+    "'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 MAX_BODY_BYTES = 8 * 2**20
 MAX_ERRORS = 10  # of a body, that an answer lists
 RETRY_SECONDS = 1
@@ -126,7 +133,7 @@ class _Api:
 
     async def page(self) -> Response:
         """A page to chat with the model."""
-        return FileResponse(PAGE, media_type="text/html")
+        return FileResponse(PAGE, media_type="text/html", headers=PAGE_HEADERS)
 
     async def health(self) -> Response:
         """Whether requests are taken. Never waits for the engine."""

@@ -32,7 +32,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from specjax import parallel
 from specjax.engine import batch
 from specjax.engine.engine import EngineStats
 from specjax.engine.llm import LLM
@@ -151,6 +150,11 @@ class AsyncEngine:
         """Completions that run or wait."""
         return self._num_completions
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def check_available(self) -> None:
         """Raises Unavailable unless requests are taken."""
         if self.state is not State.READY:
@@ -268,12 +272,11 @@ class AsyncEngine:
                 logger.warning("%d completions did not end in time", self._num_completions)
         self._fail_streams(Unavailable(State.DRAINING.value))
 
-    async def stop(self, seconds: float = 10.0) -> bool:
-        """Ends the thread; returns False if it does not end within `seconds`."""
+    async def stop(self, seconds: float) -> None:
+        """Ends the thread. If it does not end within `seconds`, it `is_alive` afterwards."""
         self._is_stopping = True
         self._messages.put(lambda: None)
         await asyncio.to_thread(self._thread.join, seconds)
-        return not self._thread.is_alive()
 
     def _fail_streams(self, error: Exception) -> None:
         for stream in list(self._streams):
@@ -290,6 +293,9 @@ class AsyncEngine:
         except BaseException as error:  # the server must know, whatever it is
             if not self._is_stopping:
                 self._call_soon(self._on_death, error)
+        finally:
+            if self.llm is not None:
+                self.llm.engine.close()
 
     def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
@@ -343,8 +349,7 @@ class AsyncEngine:
 
     def _on_ready(self) -> None:
         engine = self.llm.engine
-        num_rows = engine.num_rows * parallel.dp_size(engine.target.mesh)
-        self._capacity = num_rows + self._max_queue
+        self._capacity = engine.max_num_seqs + self._max_queue
         self.stats = engine.stats()
         if self.state is State.LOADING:
             self.state = State.READY
@@ -480,8 +485,11 @@ class Stream:
 
 def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Returns two consecutive outputs of `RequestOutputKind.DELTA` as one."""
-    pairs = zip(first.outputs, second.outputs, strict=True)
-    outputs = tuple(_merged_completion(*pair) for pair in pairs)
+    parts = {part.index: part for part in first.outputs}
+    for part in second.outputs:
+        earlier = parts.get(part.index)
+        parts[part.index] = part if earlier is None else _merged_completion(earlier, part)
+    outputs = tuple(parts[index] for index in sorted(parts))
     return dataclasses.replace(second, outputs=outputs)
 
 

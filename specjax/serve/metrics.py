@@ -92,10 +92,10 @@ class ServerMetrics:
 
     def _observe_end(self, output: RequestOutput) -> None:
         times = output.metrics
-        num_tokens = sum(sum(part.emitted) for part in output.outputs)
+        num_tokens = times.num_generation_tokens
         self._observe("request_prompt_tokens", len(output.prompt_token_ids))
         self._observe("request_generation_tokens", num_tokens)
-        self._observe("request_params_n", len(output.outputs))
+        self._observe("request_params_n", times.num_completions)
         self._observe("e2e_request_latency_seconds", times.finished_time - times.arrival_time)
         if times.first_scheduled_time is not None:
             queued = times.first_scheduled_time - times.arrival_time

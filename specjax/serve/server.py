@@ -19,6 +19,7 @@ from specjax.serve.async_engine import MAX_QUEUE, AsyncEngine
 
 FAILURE, INTERRUPTED = 1, 130  # exit codes
 MAX_HEADER_BYTES = 64 * 2**10
+STEP_SECONDS = 10  # in which a step of the engine should end
 LAST_ANSWER_SECONDS = 5  # in which clients may take what is left for them
 
 
@@ -69,6 +70,7 @@ class Server:
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             lifespan="off",
             access_log=False,
+            log_config=None,  # logging is the program's
             log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=LAST_ANSWER_SECONDS,
@@ -129,7 +131,7 @@ class Server:
         urgent.cancel()
         self._http.should_exit = True
         await self._http_task
-        await self.engine.stop()
+        await self.engine.stop(1.0 if self._is_urgent.is_set() else STEP_SECONDS)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
