@@ -102,7 +102,7 @@ WISHES = st.builds(
     Wish,
     shared=st.sampled_from([0, 0, 9, 16]),
     own=st.lists(st.integers(0, V - 1), min_size=1, max_size=8).map(tuple),
-    max_tokens=st.sampled_from([1, 5, 20, 30]),
+    max_tokens=st.sampled_from([1, 5, 30, 30]),
     temperature=st.sampled_from([0.0, 0.8]),
     arrival=st.integers(0, 6),
     abort_after=st.sampled_from([None, None, None, 0, 2]),
@@ -125,7 +125,7 @@ def test_a_request_has_its_own_text_in_every_schedule(engines, name):
     engine = engines[name]
 
     @settings(max_examples=12, deadline=None, derandomize=True, database=None)
-    @given(wishes=st.lists(WISHES, min_size=4, max_size=8))
+    @given(wishes=st.lists(WISHES, min_size=5, max_size=9))
     def check(wishes):
         finished = run_schedule(engine, wishes)
         for index, wish in enumerate(wishes):

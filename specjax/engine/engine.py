@@ -645,8 +645,9 @@ class Engine:
     def _cut(self, completion: _Completion) -> None:
         """Drops the tokens behind the one that completed a stop string."""
         num_kept, sequence = completion.text.num_tokens, completion.sequence
-        cut_ids = sequence.token_ids[sequence.prompt_length + num_kept :]
-        completion.cumulative -= _sum_of(cut_ids, completion.logprobs[num_kept:])
+        if completion.logprobs:
+            cut_ids = sequence.token_ids[sequence.prompt_length + num_kept :]
+            completion.cumulative -= _sum_of(cut_ids, completion.logprobs[num_kept:])
         del sequence.token_ids[sequence.prompt_length + num_kept :]
         del completion.logprobs[num_kept:]
         num_left = num_kept
