@@ -256,8 +256,8 @@ def test_programs_are_listed(folder, capsys):
     load = serve._loader(arguments, ("tiny",), warm_up=True)
     load()
     out = capsys.readouterr().out
-    assert "1/8" in out
-    assert "8/8" in out
+    assert "1/7" in out
+    assert "7/7" in out
     assert "rounds of 1 rows, with processors" in out
 
 

@@ -85,7 +85,8 @@ class Variant(NamedTuple):
         kind = "greedy" if self.is_greedy else "sampled"
         if self.has_processors:
             kind = "with processors"
-        return f"rounds of {self.num_rows} rows, {kind}"
+        rows = "row" if self.num_rows == 1 else "rows"
+        return f"rounds of {self.num_rows} {rows}, {kind}"
 
 
 class Call(NamedTuple):
