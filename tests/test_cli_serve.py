@@ -258,7 +258,7 @@ def test_programs_are_listed(folder, capsys):
     out = capsys.readouterr().out
     assert "1/7" in out
     assert "7/7" in out
-    assert "rounds of 1 rows, with processors" in out
+    assert "rounds of 1 row, sampled" in out
 
 
 def test_the_page_is_part_of_the_package():
