@@ -141,6 +141,29 @@ def test_a_request_has_its_own_text_in_every_schedule(engines, name):
     assert engine.stats().num_hit_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_sampled_texts_with_rejection_are_those_of_the_functional_api(name):
+    engine = make_engine(name, verify="rejection")
+    for i in range(6):
+        params = SamplingParams(temperature=0.9, seed=i, max_tokens=14, ignore_eos=True)
+        engine.submit(SHARED[: 9 + i], params, request_id=str(i))
+    found = outputs(engine)
+    drafter, draft_params = make_drafter(name, K, TARGET, DRAFT)
+    for i in range(6):
+        result = loop.run(
+            TARGET,
+            [SHARED[: 9 + i]],
+            drafter=drafter,
+            draft_params=draft_params,
+            verify="rejection",
+            max_new=14,
+            temperature=0.9,
+            seed=i,
+            capacity=LENGTH,
+        )
+        assert tokens(found[str(i)]) == result.emitted[0]
+
+
 def run_schedule(engine: Engine, wishes) -> dict:
     """Returns the final outputs by index; requests that were aborted in time have none."""
     finished, time = {}, 0
@@ -563,10 +586,10 @@ def test_rounds_of_a_call_follow_its_seconds():
     engine = make_engine(seconds_per_call=0.5)
     assert engine._max_rounds() == 1  # nothing is known yet
     found = []
-    for seconds in (1.0, 0.1, 1e-4):
+    for seconds in (1.0, 0.3, 0.1, 1e-4):
         engine._seconds_per_round = seconds
         found.append(engine._max_rounds())
-    assert found == [1, 5, runner.MAX_ROUNDS]
+    assert found == [1, 2, 5, runner.MAX_ROUNDS]
 
 
 def test_one_call_is_in_flight_while_the_next_is_planned():

@@ -546,7 +546,7 @@ class Engine:
     def _max_rounds(self) -> int:
         if self._seconds_per_round is None:
             return 1
-        rounds = int(self._seconds_per_call / self._seconds_per_round)
+        rounds = round(self._seconds_per_call / self._seconds_per_round)
         return min(max(1, rounds), runner.MAX_ROUNDS)
 
     def _execute(self, plan: Plan) -> None:
