@@ -25,7 +25,7 @@ demo: $(VENV)/demo.stamp $(MODEL)
 PORT ?= 8000
 demo-server: $(VENV)/serve.stamp $(MODEL)
 	$(BIN)/specjax serve --model=$(MODEL) --served_model_name=smollm2-135m-instruct --port=$(PORT) \
-	  --speculative_model=ngram,eagle --max_num_seqs=4 --max_model_len=2048
+	  --speculative_model=ngram,eagle --max_num_seqs=2 --max_model_len=2048
 
 # make test TESTS="tests/kernels tests/test_decode.py" runs some of the tests, and
 # make test MARKS="not gpu" also those that take a machine more than ten minutes.
