@@ -25,7 +25,7 @@ FLAGS = (
     "--window-size=900,700",
     "--remote-debugging-pipe",
 )
-SECONDS = 30.0
+SECONDS = 120.0  # programs may be compiled meanwhile
 
 
 def program() -> str | None:
