@@ -547,7 +547,7 @@ class Rejected:
 
 GENERATE = "generate --target=x --prompt=a"
 ARGUMENTS = [
-    Rejected("foo", "unknown command 'foo'; choose from generate, convert, export"),
+    Rejected("foo", "unknown command 'foo'; choose from generate, serve, convert, export"),
     Rejected("--target=x", "unknown command '--target=x'; choose from generate"),
     Rejected("generate --target=x --foo=1", "foo"),
     Rejected("generate --target=x foo", "'foo' is not a flag"),
