@@ -711,15 +711,21 @@ def is_idle(server) -> bool:
 
 
 def test_clients_that_leave_free_their_rows(server, client):
+    engine = server.server.engine
+    aborted = 'request_success_total{engine="0",finished_reason="abort"'
+    before = metric(client, aborted)
     for wave in range(4):
-        stream = bool(wave % 2)
-        connections = [start(server, {**LONG, "stream": stream}) for _ in range(50)]
-        servers.wait_until(lambda: server.server.engine.num_unfinished > 1)
+        body = {**LONG, "stream": bool(wave % 2)}
+        connections = [start(server, body) for _ in range(50)]
+        servers.wait_until(lambda: engine.num_unfinished > 40)
         for connection in connections:
             connection.close()
-    # The queue may be full for as long as the server does not know that they have left.
-    servers.wait_until(lambda: client.post(COMPLETIONS, json=COMPLETION).status_code == 200, 5)
+        servers.wait_until(lambda: engine.num_unfinished == 0)
+    began = time.monotonic()
+    post(client, COMPLETIONS, COMPLETION)
+    assert time.monotonic() - began < 5
     servers.wait_until(lambda: is_idle(server), 5)
+    assert metric(client, aborted) - before > 100
     assert metric(client, "kv_cache_usage_perc") == 0
 
 
