@@ -499,7 +499,7 @@ def test_options_reach_the_engine(folder, tmp_path):
     assert engine.config.verify == "coupled"
     assert (engine.config.drafter.max_n, engine.config.num_tokens) == (7, 7)
     pool = engine._scheduler.replicas[0].pool
-    assert not pool._enable_prefix_caching
+    assert not pool.enable_prefix_caching
 
 
 def test_spec_arguments_are_those_of_a_config(folder):

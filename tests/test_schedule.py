@@ -123,6 +123,14 @@ def test_prompts_that_arrive_together_share_what_is_read_in_the_same_plan():
     assert sum(chunk.count for call in plan.prefill for chunk in call) == 17 + 3
 
 
+def test_nobody_waits_for_a_prefix_where_none_is_kept():
+    replica = Replica(3, PagePool(20, 4, seed=0, enable_prefix_caching=False))
+    scheduler = Scheduler([replica], num_drafts=2, chunk_sizes=(4, 8), prefill_budget=8)
+    for order in range(3):
+        scheduler.add(Sequence(list(range(1, 18)), 17, 20, order=order))
+    assert [s.order for s in scheduler.plan(1).admitted] == [0, 1, 2]
+
+
 def test_a_reset_lets_all_wait_and_forgets_the_pages():
     scheduler = make_scheduler()
     first, second = sequence(9, order=0), sequence(3, order=1)

@@ -34,6 +34,7 @@ class PagePool:
     Attributes:
       num_pages: P.
       page_size: Z, positions per page.
+      enable_prefix_caching: whether there is a prefix index.
       num_queried_tokens: tokens that `match` was asked for, over the life of the pool.
       num_hit_tokens: tokens in the pages that it returned.
     """
@@ -68,7 +69,7 @@ class PagePool:
         self.page_size = page_size
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self._enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self._secret = secrets.token_bytes(32) if seed is None else _sha256(str(seed).encode())
         self._num_holders = [0] * num_pages
         self._free = list(range(num_pages))[::-1]  # a stack: page 0 is taken first
@@ -149,7 +150,7 @@ class PagePool:
           Full pages only: they hold the first `Z * len(pages)` tokens.
         """
         pages = []
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return pages
         for prefix_hash in self._prefix_hashes(token_ids, salt):
             if prefix_hash not in self._page_of:
@@ -180,7 +181,7 @@ class PagePool:
           ValueError: for a page that nobody holds, that occurs twice, or that is in the index for
             other tokens, and for too few pages. Nothing is inserted then.
         """
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return
         num_full = len(token_ids) // self.page_size
         if len(pages) < num_full:

@@ -432,15 +432,18 @@ class Runner:
         return programs.prefill_jit.lower(*arguments)
 
     def _lower(self, variant: Variant):
-        arguments = self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
-        return programs.rounds_jit.lower(*arguments)
+        return programs.rounds_jit.lower(*self._idle_arguments(variant))
+
+    def _idle_arguments(self, variant: Variant) -> tuple:
+        """Returns arguments of a call that does nothing."""
+        return self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
 
     def _compile_later(self, variant: Variant) -> None:
         # Processes of a mesh would not use a new program with the same call.
         if self._mesh is not None and jax.process_count() > 1:
             self.compile(variant)
             return
-        arguments = self._round_arguments(variant, self._no_pages(variant.num_rows), (0, 0))
+        arguments = self._idle_arguments(variant)
 
         def compile_():
             programs.rounds_jit.lower(*arguments).compile()

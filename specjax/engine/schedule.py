@@ -82,6 +82,11 @@ class Sequence:
         """Tokens that are left to `prefill`: all before the pending one."""
         return max(0, self.length - 1 - self.num_read)
 
+    def give_up_row(self) -> None:
+        """Forgets the row and the pages, and what was read into them."""
+        self.replica = self.row = None
+        self.pages, self.num_read, self.num_complete = [], 0, 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
@@ -205,8 +210,7 @@ class Scheduler:
         replica.pool.release(sequence.pages)
         replica.free_rows.append(sequence.row)
         replica.running.remove(sequence)
-        sequence.replica = sequence.row = None
-        sequence.pages, sequence.num_read, sequence.num_complete = [], 0, 0
+        sequence.give_up_row()
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -223,8 +227,7 @@ class Scheduler:
         for replica in self.replicas:
             replica.reset()
         for sequence in sequences:
-            sequence.replica = sequence.row = None
-            sequence.pages, sequence.num_read, sequence.num_complete = [], 0, 0
+            sequence.give_up_row()
             sequence.num_in_flight = sequence.num_sure = 0
         self.waiting = sorted(sequences, key=_order)
 
@@ -435,7 +438,7 @@ def _order(sequence: Sequence) -> int:
 
 def _is_read_now(sequence: Sequence, replica: Replica) -> bool:
     """Returns whether a sequence of the replica reads pages that this one would need as well."""
-    if not sequence.reuses_prefix:
+    if not (sequence.reuses_prefix and replica.pool.enable_prefix_caching):
         return False
     page_size = replica.pool.page_size
     for other in replica.running:
